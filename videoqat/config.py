@@ -1,0 +1,470 @@
+"""Typed configuration: one dataclass for each command, loaded strictly.
+
+`load(TrainConfig, "train/tiny", ["train.lr=1e-4"])` merges, in this order: the dataclass's defaults, the files that FILE includes
+(`include: [model/tiny.yaml]`, relative to the file or to `configs/`), FILE itself, and the `key=value` overrides. An unknown key, a value of
+the wrong type or an illegal value raises `ConfigError` with the key, the value and what is legal, before anything is loaded.
+No environment variable is read.
+"""
+
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from videoqat.errors import ConfigError
+from videoqat.recipes import get_recipe
+
+T = TypeVar("T")
+
+
+def require(condition: bool, key: str, value: object, legal: str) -> None:
+    """Raises ConfigError naming `key`, `value` and what is `legal` unless `condition` holds."""
+    if not condition:
+        raise ConfigError(f"{key}={value!r} is not legal; legal: {legal}")
+
+
+def choice(key: str, value: object, values: Iterable[str]) -> None:
+    """Requires `value` to be one of `values`."""
+    values = list(values)
+    require(value in values, key, value, ", ".join(values))
+
+
+def existing(key: str, value: str, *, folder: bool = False) -> None:
+    """Requires `value` to be the path of a file (or, with `folder`, of a folder) that is there."""
+    path = Path(value)
+    require(path.is_dir() if folder else path.is_file(), key, value, f"an existing {'folder' if folder else 'file'}")
+
+
+def parse_bucket(key: str, bucket: str) -> tuple[int, int, int]:
+    """`"17x64x64"` -> (17, 64, 64): frames, height, width. Frames must be 4n+1: the VAEs keep the first frame and take the rest by fours."""
+    parts = str(bucket).lower().split("x")
+    if len(parts) != 3 or not all(p.isdigit() for p in parts):
+        raise ConfigError(f"{key}={bucket!r} is not FRAMESxHEIGHTxWIDTH, such as 17x64x64")
+    frames, height, width = (int(p) for p in parts)
+    check_frames(key, frames)
+    require(height > 0 and width > 0, key, bucket, "positive height and width")
+    return frames, height, width
+
+
+def check_frames(key: str, num_frames: int) -> None:
+    """Requires 4n+1 frames."""
+    near = max(1, (num_frames - 1) // 4 * 4 + 1)
+    require(num_frames >= 1 and num_frames % 4 == 1, key, num_frames, f"4n+1 frames, such as {near} or {near + 4}")
+
+
+@dataclass
+class ModelConfig:
+    """A diffusers pipeline folder, and which of its transformers (Wan 2.2 has two) is meant."""
+
+    path: str = MISSING
+    component: str = "transformer"
+
+    def validate(self) -> None:
+        existing("model.path", self.path, folder=True)
+        choice("model.component", self.component, ("transformer", "transformer_2"))
+
+
+@dataclass
+class RuntimeConfig:
+    """Where and how tensors live. `auto`: the GPU if there is one. `kernel: auto` lets the resolver choose; a name insists."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kernel: str = "auto"
+
+    def validate(self) -> None:
+        require(self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda", "runtime.device", self.device, "auto, cpu, cuda, cuda:N")
+        choice("runtime.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+
+@dataclass
+class ExampleClipsConfig:
+    """The embedded set: garments that move over a textured canvas, written as mp4 files with metadata.jsonl."""
+
+    out: str = MISSING
+    num_clips: int = 256
+    num_frames: int = 17
+    size: int = 64
+    fps: int = 16
+    seed: int = 0
+    photos: str = "embedded"  # or the path of a folder with Fashion-MNIST's idx files
+    split: str = "train"  # which photos: train or held_out
+
+    def validate(self) -> None:
+        check_frames("num_frames", self.num_frames)
+        require(self.num_clips >= 1, "num_clips", self.num_clips, "at least 1")
+        require(self.size >= 32 and self.size % 16 == 0, "size", self.size, "a multiple of 16, at least 32")
+        require(1 <= self.fps <= 60, "fps", self.fps, "1 to 60")
+        choice("split", self.split, ("train", "held_out"))
+        if self.photos != "embedded":
+            existing("photos", self.photos, folder=True)
+
+
+@dataclass
+class ExampleModelConfig:
+    """The tiny Wan pipeline, built offline from configuration."""
+
+    out: str = MISSING
+    num_layers: int = 4
+    num_heads: int = 2
+    head_dim: int = 64
+    two_transformers: bool = False
+    seed: int = 0
+
+    def validate(self) -> None:
+        require(self.num_layers >= 1, "num_layers", self.num_layers, "at least 1")
+        require(self.num_heads >= 1, "num_heads", self.num_heads, "at least 1")
+        require(self.head_dim >= 16 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16")
+
+
+@dataclass
+class PreprocessConfig:
+    """Clips and captions to latents and text embeddings, once."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    source: str = MISSING
+    out: str = MISSING
+    buckets: list[str] = field(default_factory=lambda: ["17x64x64"])  # FRAMESxHEIGHTxWIDTH; a clip takes the bucket nearest to its shape
+    fps: float = 16.0
+    workers: int = 1
+    shard_samples: int = 64
+    max_text_tokens: int = 512
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        self.model.validate()
+        self.runtime.validate()
+        existing("source", self.source, folder=True)
+        require(len(self.buckets) > 0, "buckets", self.buckets, "one or more FRAMESxHEIGHTxWIDTH")
+        for bucket in self.buckets:
+            parse_bucket("buckets", bucket)
+        require(0 < self.fps <= 240, "fps", self.fps, "above 0, at most 240")
+        require(self.workers >= 1, "workers", self.workers, "at least 1")
+        require(self.shard_samples >= 1, "shard_samples", self.shard_samples, "at least 1")
+        require(self.max_text_tokens >= 1, "max_text_tokens", self.max_text_tokens, "at least 1")
+
+
+@dataclass
+class ObjectiveConfig:
+    """Flow matching: x_t = (1 - t) x_0 + t noise, target noise - x_0."""
+
+    flow_shift: float = 3.0
+    timestep_sampling: str = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    caption_dropout: float = 0.1
+
+    def validate(self) -> None:
+        require(self.flow_shift > 0, "objective.flow_shift", self.flow_shift, "above 0")
+        choice("objective.timestep_sampling", self.timestep_sampling, ("logit_normal", "uniform"))
+        require(self.logit_std > 0, "objective.logit_std", self.logit_std, "above 0")
+        require(0 <= self.caption_dropout <= 1, "objective.caption_dropout", self.caption_dropout, "0 to 1")
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule. `schedule` runs from the end of warm-up to the last step."""
+
+    lr: float = 1e-6
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    final_lr_ratio: float = 0.0
+    clip_norm: float = 1.0
+    ema_decay: float = 0.0  # 0: no EMA
+
+    def validate(self) -> None:
+        require(self.lr > 0, "optimizer.lr", self.lr, "above 0")
+        for key in ("beta1", "beta2"):
+            require(0 <= getattr(self, key) < 1, f"optimizer.{key}", getattr(self, key), "0 to below 1")
+        require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
+        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
+        choice("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
+        require(0 <= self.final_lr_ratio <= 1, "optimizer.final_lr_ratio", self.final_lr_ratio, "0 to 1")
+        require(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "above 0")
+        require(0 <= self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay, "0 to below 1")
+
+
+@dataclass
+class LoopConfig:
+    """How long, how much at once, and what is written when."""
+
+    steps: int = 1000
+    batch_size: int = 1
+    accumulation: int = 1
+    seed: int = 0
+    activation_checkpointing: str = "none"
+    autocast: str = "bfloat16"
+    log_every: int = 1
+    save_every: int = 500
+    keep_last: int = 2
+    health_every: int = 100  # 0: never
+    resume: str = "latest"  # latest | never | path of a checkpoint
+
+    def validate(self) -> None:
+        for key in ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep_last"):
+            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "at least 1")
+        require(self.health_every >= 0, "train.health_every", self.health_every, "0 (never) or more")
+        choice("train.activation_checkpointing", self.activation_checkpointing, ("none", "full"))
+        choice("train.autocast", self.autocast, ("none", "bfloat16"))
+        if self.resume not in ("latest", "never"):
+            existing("train.resume", self.resume, folder=True)
+
+
+@dataclass
+class TrainConfig:
+    """Fine-tuning with attention quantised by `recipe` (bf16: plain fine-tuning)."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: str = MISSING  # what preprocess wrote
+    out: str = MISSING
+    recipe: str = "attn_qat_search"
+    from_scratch: bool = False  # ignore the folder's transformer weights; initialise from its configuration
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: LoopConfig = field(default_factory=LoopConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        for part in (self.model, self.objective, self.optimizer, self.train, self.runtime):
+            part.validate()
+        existing("cache", self.cache, folder=True)
+        get_recipe(self.recipe)
+
+
+@dataclass
+class ExportConfig:
+    """A training run's checkpoint as a diffusers folder with videoqat.json."""
+
+    run: str = MISSING  # the training's output folder
+    checkpoint: str = "latest"  # or the path of one checkpoint
+    out: str = MISSING
+    weights: str = "auto"  # auto: EMA if the run kept one; ema; raw
+
+    def validate(self) -> None:
+        existing("run", self.run, folder=True)
+        choice("weights", self.weights, ("auto", "ema", "raw"))
+        if self.checkpoint != "latest":
+            existing("checkpoint", self.checkpoint, folder=True)
+
+
+@dataclass
+class SamplingConfig:
+    """How a video is sampled. Defaults suit the tiny model; the shipped configurations hold each model's own."""
+
+    num_frames: int = 17
+    height: int = 64
+    width: int = 64
+    fps: int = 16
+    num_inference_steps: int = 20
+    guidance_scale: float = 3.0
+    negative_prompt: str = ""
+    flow_shift: float = 3.0
+
+    def validate(self) -> None:
+        check_frames("sampling.num_frames", self.num_frames)
+        for key in ("height", "width", "num_inference_steps", "fps"):
+            require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
+        require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
+        require(self.flow_shift > 0, "sampling.flow_shift", self.flow_shift, "above 0")
+
+
+@dataclass
+class GenerateConfig:
+    """One video."""
+
+    model: str = MISSING  # a diffusers folder, exported by videoqat or not
+    recipe: str = "checkpoint"  # checkpoint: the one in the folder's videoqat.json (bf16 if there is none); else a recipe's name or file
+    prompt: str = MISSING
+    seed: int = 0
+    out: str = MISSING  # the .mp4 file; a .json with the receipt is written beside it
+    overwrite: bool = False
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        existing("model", self.model, folder=True)
+        require(bool(self.prompt.strip()), "prompt", self.prompt, "some text")
+        require(self.out.endswith(".mp4"), "out", self.out, "a path that ends in .mp4")
+        require(self.overwrite or not Path(self.out).exists(), "out", self.out, "a file that is not there yet, or overwrite=true")
+        if self.recipe != "checkpoint":
+            get_recipe(self.recipe)
+        self.sampling.validate()
+        self.runtime.validate()
+
+
+@dataclass
+class CompareEntry:
+    """One column of a comparison."""
+
+    name: str = MISSING
+    model: str = MISSING
+    recipe: str = "bf16"
+    run: str = ""  # the training's output folder, for its loss curve and health; optional
+
+
+@dataclass
+class CompareConfig:
+    """The same prompts and seeds under several (checkpoint, recipe) pairs. The first entry is what the others are held against."""
+
+    entries: list[CompareEntry] = field(default_factory=list)
+    prompts: str = MISSING  # a text file, one prompt a line, # starts a comment
+    seeds: list[int] = field(default_factory=lambda: [0])
+    validation_cache: str = ""  # what preprocess wrote; empty: no paired validation loss
+    validation_samples: int = 64
+    validation_timesteps: int = 4
+    out: str = MISSING
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        require(len(self.entries) >= 2, "entries", len(self.entries), "two or more (name, model, recipe)")
+        names = [entry.name for entry in self.entries]
+        require(len(set(names)) == len(names), "entries", names, "names that differ")
+        for i, entry in enumerate(self.entries):
+            existing(f"entries[{i}].model", entry.model, folder=True)
+            get_recipe(entry.recipe)
+            if entry.run:
+                existing(f"entries[{i}].run", entry.run, folder=True)
+        existing("prompts", self.prompts)
+        require(len(self.seeds) > 0, "seeds", self.seeds, "one or more integers")
+        if self.validation_cache:
+            existing("validation_cache", self.validation_cache, folder=True)
+        for key in ("validation_samples", "validation_timesteps"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        for part in (self.sampling, self.objective, self.runtime):
+            part.validate()
+
+
+@dataclass
+class BenchAttentionConfig:
+    """One attention call, timed beside SDPA in the same run."""
+
+    recipe: str = "attn_qat_search"
+    batch: int = 1
+    num_tokens: int = 2048
+    num_heads: int = 8
+    head_dim: int = 64
+    backward: bool = False
+    repeats: int = 5
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        get_recipe(self.recipe)
+        for key in ("batch", "num_tokens", "num_heads", "repeats"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        self.runtime.validate()
+
+
+@dataclass
+class DemoConfig:
+    """The whole road on the embedded set, sized for two CPU cores."""
+
+    out: str = "demo_out"
+    num_clips: int = 256
+    base_steps: int = 400
+    tune_steps: int = 80
+    seed: int = 0
+
+    def validate(self) -> None:
+        for key in ("num_clips", "base_steps", "tune_steps"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+
+
+def shipped(name: str) -> Path | None:
+    """The file `configs/NAME` or `configs/NAME.yaml` of this distribution, or None."""
+    here = Path(__file__).resolve().parent
+    for root in (here / "configs", here.parent / "configs"):
+        for path in (root / name, root / f"{name}.yaml"):
+            if path.is_file():
+                return path
+    return None
+
+
+def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
+    """`path` with what it includes, not yet checked against a schema."""
+    if path in seen:
+        raise ConfigError(f"{path} includes itself")
+    try:
+        loaded = OmegaConf.load(path)
+    except Exception as error:  # YAML's own errors carry line and column
+        raise ConfigError(f"{path} can't be read as YAML: {error}") from error
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"{path} must hold a mapping")
+    includes = loaded.pop("include", [])
+    merged = OmegaConf.create({})
+    for include in [includes] if isinstance(includes, str) else includes:
+        target = path.parent / include
+        found = target if target.is_file() else shipped(include)
+        if found is None:
+            raise ConfigError(f"{path}: include {include!r} is not a file beside it nor in configs/")
+        merged = typing.cast(DictConfig, OmegaConf.merge(merged, _read(found.resolve(), (*seen, path))))
+    return typing.cast(DictConfig, OmegaConf.merge(merged, loaded))
+
+
+def _check_keys(schema: type, given: DictConfig, prefix: str = "") -> None:
+    """Raises ConfigError for the first key that `schema` lacks, with the legal keys and the nearest one."""
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    hints = typing.get_type_hints(schema)
+    for key in given:
+        if key not in fields:
+            near = difflib.get_close_matches(str(key), fields, n=1)
+            hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
+            raise ConfigError(f"unknown key {prefix}{key}{hint}; legal keys here: {', '.join(prefix + f for f in fields)}")
+        kind = hints[str(key)]
+        child = given._get_node(key)
+        if dataclasses.is_dataclass(kind) and isinstance(child, DictConfig):
+            _check_keys(typing.cast(type, kind), child, f"{prefix}{key}.")
+
+
+def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
+    """The configuration of type `schema` from `file` (a path, or a name below configs/) and `key=value` overrides, validated.
+
+    Raises:
+        ConfigError: file not found, unknown key, wrong type, missing or illegal value.
+    """
+    given = OmegaConf.create({})
+    if file is not None:
+        path = Path(file) if Path(file).is_file() else shipped(file)
+        if path is None:
+            raise ConfigError(f"configuration file {file!r} does not exist (neither as a path nor below configs/)")
+        given = _read(path.resolve())
+    for override in overrides:
+        if "=" not in override or override.startswith("="):
+            raise ConfigError(f"{override!r} is not KEY=VALUE")
+    try:
+        given = typing.cast(DictConfig, OmegaConf.merge(given, OmegaConf.from_dotlist(overrides)))
+        _check_keys(schema, given)
+        merged = OmegaConf.merge(OmegaConf.structured(schema), given)
+        missing = OmegaConf.missing_keys(merged)
+        if missing:
+            raise ConfigError(f"missing {', '.join(sorted(missing))}: give it in the file or as KEY=VALUE")
+        config = OmegaConf.to_object(merged)
+    except MissingMandatoryValue as error:
+        raise ConfigError(str(error)) from error
+    except OmegaConfBaseException as error:
+        key = getattr(error, "full_key", None) or "configuration"
+        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    config.validate()  # type: ignore[attr-defined]
+    return typing.cast(T, config)
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The resolved configuration as plain data, to be printed and saved with every result."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Any) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

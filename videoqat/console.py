@@ -1,0 +1,46 @@
+"""What a person watching a command sees: lines and progress bars on rank 0, on standard error.
+
+Standard output is left to results (`--json -`), so that they can be piped.
+"""
+
+import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def is_rank_zero() -> bool:
+    """Whether this process may speak. Without torch loaded, or without a process group, it may."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return True
+    return bool(torch.distributed.get_rank() == 0)
+
+
+def say(message: str) -> None:
+    """One line on standard error, rank 0 only; an open progress bar is not torn."""
+    if is_rank_zero():
+        from tqdm import tqdm
+
+        tqdm.write(message, file=sys.stderr)
+
+
+def progress(items: Iterable[T] | None = None, *, total: int | None = None, initial: int = 0, desc: str, unit: str = "it"):  # type: ignore[no-untyped-def]
+    """A tqdm bar with rate and time left, on rank 0 only. Where standard error is no terminal it prints a line every 10 seconds at most."""
+    from tqdm import tqdm
+
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        items,
+        total=total,
+        initial=initial,
+        desc=desc,
+        unit=unit,
+        disable=not is_rank_zero(),
+        mininterval=0.2 if terminal else 10.0,
+        maxinterval=1.0 if terminal else 30.0,
+        dynamic_ncols=terminal,
+        ascii=not terminal,
+        file=sys.stderr,
+    )

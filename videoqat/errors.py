@@ -1,0 +1,32 @@
+"""The one kind of error that is the user's to mend.
+
+Everything raised for bad input is a `UserError`: its text is one line that names the thing, its value and the legal values. The command
+line prints that line and exits with code 2; anything else is a fault of ours and keeps its traceback.
+"""
+
+
+class UserError(ValueError):
+    """Bad input. `str(error)` is one line for the user."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class ConfigError(UserError):
+    """A configuration key or value that can't be used."""
+
+
+class AttentionError(UserError):
+    """Attention that was asked for and can't be had: shape, dtype, recipe or kernel."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that is torn, of another model, or not there."""
+
+
+class DataError(UserError):
+    """A data folder that holds nothing usable, or a cache that doesn't fit the settings."""
+
+
+class TrainingDiverged(RuntimeError):
+    """Loss or gradient became NaN or inf. Names the step, the first layer and the last good checkpoint."""

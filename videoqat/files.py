@@ -1,0 +1,64 @@
+"""Writing so that nothing half-written is ever taken for whole: write aside, flush to disk, then rename."""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from videoqat.errors import UserError
+
+
+def writable_folder(key: str, folder: str | Path) -> Path:
+    """`folder`, made if need be and shown to be writable.
+
+    Raises:
+        UserError: it can't be made or written to; `key` is named.
+    """
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(f"{key}={str(folder)!r} can't be written: {error.strerror or error}") from error
+    return path
+
+
+@contextlib.contextmanager
+def atomic_path(path: str | Path) -> Iterator[Path]:
+    """Yields a path beside `path` to write to (same suffix); on success it is renamed to `path`, on failure removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
+    try:
+        yield aside
+        with open(aside, "rb") as handle:
+            os.fsync(handle.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_folder(path: str | Path) -> Iterator[Path]:
+    """Yields a new folder beside `path`; on success it becomes `path` (which must not exist), on failure it is removed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        os.rename(aside, path)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_json(path: str | Path, data: Any) -> None:
+    """`data` as indented JSON, atomically. NaN and inf are refused: they are no JSON."""
+    with atomic_path(path) as aside:
+        aside.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -1,0 +1,158 @@
+"""Attention recipes: what is quantised, and how.
+
+An `AttentionRecipe` is a small frozen value. The same object drives the reference, every kernel, the trainer, the exported checkpoint
+(`videoqat.json`), generation and the tests. What each field means is defined in `docs/numerics.md`.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from videoqat.errors import ConfigError
+
+OPERAND_FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8")
+SEARCH_DIVISORS = (6.0, 6.5, 5.6, 4.0)
+ATTENTION_KINDS = ("self", "joint", "cross")
+
+
+@dataclass(frozen=True)
+class AttentionRecipe:
+    """How attention is quantised. Equal recipes give equal numbers.
+
+    Attributes:
+        name: what results and checkpoints call it.
+        qk: format of Q and K in S = Q K^T, blocks along head_dim; one of `OPERAND_FORMATS` (`bf16`: left as they come).
+        pv: format of P and V in O = P V, blocks along keys.
+        p_gain_log2: g; P is multiplied by 2^g before it is quantised, and the gain cancels in the division by l.
+        scale_divisors: divisors c tried for the NVFP4 scale E4M3(amax / c) of Q, K and V; the least squared error wins, the first of equals.
+        normalizer: `exact` (l sums p) or `quantised` (l sums p').
+        grad_p: P in dS: `exact`, or `quantised` (only with a quantised normaliser).
+        smooth_q: subtract from Q the mean of its block of 128 tokens; mean_q K^T is added to S in high precision.
+        smooth_k: subtract from K its mean over tokens.
+        two_level_p: SageAttention3's scale for each row and 128 keys, before NVFP4.
+        delta: D in dS = P (dP - D): `high_precision_output` (rowsum of dO and O_hp = P V'), or `output` (from O: the paper's ablation).
+        dv_p: P in dV = P^T dO: `quantised` (the forward's codes), or `exact` (the paper's ablation).
+        attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text).
+        keep_layers: indices of transformer blocks whose attention stays in bf16.
+    """
+
+    name: str
+    qk: str = "nvfp4"
+    pv: str = "nvfp4"
+    p_gain_log2: int = 11
+    scale_divisors: tuple[float, ...] = (6.0,)
+    normalizer: str = "exact"
+    grad_p: str = "exact"
+    smooth_q: bool = False
+    smooth_k: bool = False
+    two_level_p: bool = False
+    delta: str = "high_precision_output"
+    dv_p: str = "quantised"
+    attention_kinds: tuple[str, ...] = ("self", "joint")
+    keep_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        def legal(field: str, value: object, values: tuple[Any, ...]) -> None:
+            if value not in values:
+                raise ConfigError(f"recipe {self.name!r}: {field}={value!r} is not one of {', '.join(map(repr, values))}")
+
+        object.__setattr__(self, "scale_divisors", tuple(float(c) for c in self.scale_divisors))
+        object.__setattr__(self, "attention_kinds", tuple(self.attention_kinds))
+        object.__setattr__(self, "keep_layers", tuple(int(i) for i in self.keep_layers))
+        legal("qk", self.qk, OPERAND_FORMATS)
+        legal("pv", self.pv, OPERAND_FORMATS)
+        legal("normalizer", self.normalizer, ("exact", "quantised"))
+        legal("grad_p", self.grad_p, ("exact", "quantised"))
+        legal("delta", self.delta, ("high_precision_output", "output"))
+        legal("dv_p", self.dv_p, ("quantised", "exact"))
+        for kind in self.attention_kinds:
+            legal("attention_kinds", kind, ATTENTION_KINDS)
+        # 2^g/6 <= 448 (E4M3's largest scale) bounds g at 11; plain fp8 elements saturate at 448, so there 2^8 is the largest power of two.
+        largest_gain = 8 if self.pv == "fp8" else 11
+        legal("p_gain_log2", self.p_gain_log2, tuple(range(largest_gain + 1)))
+        if not self.scale_divisors or any(not c > 0 for c in self.scale_divisors):
+            raise ConfigError(f"recipe {self.name!r}: scale_divisors={self.scale_divisors} must be one or more positive numbers")
+        if self.scale_divisors != (6.0,) and "nvfp4" not in (self.qk, self.pv):
+            raise ConfigError(f"recipe {self.name!r}: scale_divisors are for nvfp4, but qk={self.qk} and pv={self.pv}")
+        if self.grad_p == "quantised" and self.normalizer != "quantised":
+            raise ConfigError(f"recipe {self.name!r}: grad_p='quantised' needs normalizer='quantised' (rows of dS must sum to zero)")
+        if self.two_level_p and (self.pv != "nvfp4" or self.p_gain_log2 != 0):
+            raise ConfigError(f"recipe {self.name!r}: two_level_p needs pv='nvfp4' and p_gain_log2=0 (its row scale is the gain)")
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any operand is quantised; if not, attention is plain SDPA."""
+        return (self.qk, self.pv) != ("bf16", "bf16")
+
+    def covers(self, kind: str, layer: int) -> bool:
+        """Whether this recipe quantises the attention of `kind` in transformer block `layer`."""
+        return self.is_quantised and kind in self.attention_kinds and layer not in self.keep_layers
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dict; `recipe_from_dict` is its inverse."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+
+_NAMED = (
+    AttentionRecipe("bf16", qk="bf16", pv="bf16", p_gain_log2=0),
+    AttentionRecipe("attn_qat"),
+    AttentionRecipe("attn_qat_search", scale_divisors=SEARCH_DIVISORS),
+    AttentionRecipe("attn_qat_paper", p_gain_log2=0),
+    AttentionRecipe("attn_qat_no_o_hp", delta="output"),
+    AttentionRecipe("attn_qat_exact_dv", dv_p="exact"),
+    AttentionRecipe("qk_nvfp4", pv="bf16"),
+    AttentionRecipe("pv_nvfp4", qk="bf16"),
+    AttentionRecipe("mxfp4", qk="mxfp4", pv="mxfp4"),
+    AttentionRecipe("sage3", p_gain_log2=0, smooth_q=True, smooth_k=True, two_level_p=True),
+    AttentionRecipe("b200_nvfp4_bf16", qk="nvfp4", pv="bf16"),
+    AttentionRecipe("b200_nvfp4_fp8", qk="nvfp4", pv="fp8", p_gain_log2=8),
+    AttentionRecipe("b200_mxfp8_fp8", qk="mxfp8", pv="fp8", p_gain_log2=8),
+)
+RECIPES: dict[str, AttentionRecipe] = {recipe.name: recipe for recipe in _NAMED}
+
+
+def recipe_from_dict(fields: dict[str, Any], origin: str) -> AttentionRecipe:
+    """A recipe from a mapping. `base: NAME` starts from a named recipe; `name` is then required unless nothing else changes.
+
+    Raises:
+        ConfigError: an unknown key or an illegal value; `origin` (a file, say) is named.
+    """
+    known = [field.name for field in dataclasses.fields(AttentionRecipe)]
+    unknown = sorted(set(fields) - {*known, "base"})
+    if unknown:
+        raise ConfigError(f"{origin}: unknown recipe key {unknown[0]!r}; legal keys: base, {', '.join(known)}")
+    changes = {k: v for k, v in fields.items() if k != "base"}
+    if "base" in fields:
+        base = get_recipe(fields["base"])
+        if changes and "name" not in changes:
+            raise ConfigError(f"{origin}: a recipe that changes {base.name!r} needs a name of its own")
+        return dataclasses.replace(base, **changes)
+    if "name" not in changes:
+        raise ConfigError(f"{origin}: a recipe needs a name")
+    return AttentionRecipe(**changes)
+
+
+def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
+    """The recipe called `recipe`, or the one in the YAML or JSON file of that path.
+
+    Raises:
+        ConfigError: neither a name nor a file; all names are listed.
+    """
+    if isinstance(recipe, AttentionRecipe):
+        return recipe
+    if recipe in RECIPES:
+        return RECIPES[recipe]
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
+        if path.suffix == ".json":
+            fields = json.loads(path.read_text())
+        else:
+            import yaml
+
+            fields = yaml.safe_load(path.read_text())
+        if not isinstance(fields, dict):
+            raise ConfigError(f"{path}: a recipe file holds a mapping")
+        return recipe_from_dict(fields, str(path))
+    raise ConfigError(f"recipe {recipe!r} does not exist; legal: {', '.join(RECIPES)}, or the path of a recipe's .yaml or .json file")
