@@ -368,18 +368,34 @@ class BenchAttentionConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """What this machine can run; with a model, what that needs."""
+
+    model: str = ""  # a diffusers folder; optional
+    size: str = "17x64x64"  # FRAMESxHEIGHTxWIDTH for which the model's tokens are counted
+
+    def validate(self) -> None:
+        parse_bucket("size", self.size)
+        if self.model:
+            existing("model", self.model, folder=True)
+
+
+@dataclass
 class DemoConfig:
     """The whole road on the embedded set, sized for two CPU cores."""
 
     out: str = "demo_out"
+    recipe: str = "attn_qat_search"
     num_clips: int = 256
+    num_held_out: int = 48
     base_steps: int = 400
     tune_steps: int = 80
     seed: int = 0
 
     def validate(self) -> None:
-        for key in ("num_clips", "base_steps", "tune_steps"):
+        for key in ("num_clips", "num_held_out", "base_steps", "tune_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(get_recipe(self.recipe).is_quantised, "recipe", self.recipe, "a recipe that quantises")
 
 
 def shipped(name: str) -> Path | None:
@@ -417,12 +433,12 @@ def _check_keys(schema: type, given: DictConfig, prefix: str = "") -> None:
     """Raises ConfigError for the first key that `schema` lacks, with the legal keys and the nearest one."""
     fields = {f.name: f for f in dataclasses.fields(schema)}
     hints = typing.get_type_hints(schema)
-    for key in given:
+    for key in map(str, given):
         if key not in fields:
-            near = difflib.get_close_matches(str(key), fields, n=1)
+            near = difflib.get_close_matches(key, fields, n=1)
             hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
             raise ConfigError(f"unknown key {prefix}{key}{hint}; legal keys here: {', '.join(prefix + f for f in fields)}")
-        kind = hints[str(key)]
+        kind = hints[key]
         child = given._get_node(key)
         if dataclasses.is_dataclass(kind) and isinstance(child, DictConfig):
             _check_keys(typing.cast(type, kind), child, f"{prefix}{key}.")
@@ -450,13 +466,13 @@ def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
         missing = OmegaConf.missing_keys(merged)
         if missing:
             raise ConfigError(f"missing {', '.join(sorted(missing))}: give it in the file or as KEY=VALUE")
-        config = OmegaConf.to_object(merged)
+        config: Any = OmegaConf.to_object(merged)
     except MissingMandatoryValue as error:
         raise ConfigError(str(error)) from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "configuration"
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    config.validate()  # type: ignore[attr-defined]
+    config.validate()
     return typing.cast(T, config)
 
 

@@ -53,7 +53,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
-        os.rename(aside, path)
+        aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 

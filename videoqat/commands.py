@@ -1,0 +1,115 @@
+"""The table of commands: what each is called, configured by, and done by.
+
+Nothing heavy is imported until a command runs, so that `videoqat --help` is quick.
+"""
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from videoqat import config as cfg
+from videoqat.console import say
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of the program. `run` and `plan` are `module:function`; each takes the configuration and returns a JSON-able dict."""
+
+    schema: type
+    run: str
+    help: str
+    example: str
+    plan: str | None = None  # for --dry-run, where running would load a model
+
+
+COMMANDS: dict[str, Command] = {
+    "demo": Command(
+        cfg.DemoConfig,
+        "videoqat.demo:demo",
+        "the whole road on a small set of real clips, on CPU: train, fine-tune with 4-bit attention, compare, report",
+        "videoqat demo out=demo_out",
+    ),
+    "example-clips": Command(
+        cfg.ExampleClipsConfig,
+        "videoqat.data.moving_garments:write_clips",
+        "write the embedded set of captioned clips as mp4 files with metadata.jsonl",
+        "videoqat example-clips out=clips num_clips=64",
+    ),
+    "example-model": Command(
+        cfg.ExampleModelConfig,
+        "videoqat.models.tiny:build_pipeline",
+        "build a tiny Wan pipeline (a diffusers folder) offline from configuration",
+        "videoqat example-model out=tiny-wan",
+    ),
+    "preprocess": Command(
+        cfg.PreprocessConfig,
+        "videoqat.data.precompute:preprocess",
+        "turn a folder of captioned clips into latents and text embeddings, once",
+        "videoqat preprocess model.path=tiny-wan source=clips out=cache buckets=[17x64x64]",
+        "videoqat.data.precompute:plan",
+    ),
+    "train": Command(
+        cfg.TrainConfig,
+        "videoqat.training.trainer:train",
+        "fine-tune with attention quantised by a recipe (Attn-QAT), or without (recipe=bf16)",
+        "videoqat train --config train/tiny model.path=tiny-wan cache=cache out=run recipe=attn_qat train.steps=100",
+        "videoqat.training.trainer:plan",
+    ),
+    "export": Command(
+        cfg.ExportConfig,
+        "videoqat.training.export:export",
+        "write a training checkpoint as a diffusers folder with videoqat.json, and load it back strictly",
+        "videoqat export run=run out=tiny-wan-qat",
+        "videoqat.training.export:plan",
+    ),
+    "generate": Command(
+        cfg.GenerateConfig,
+        "videoqat.generation.engine:generate",
+        "generate one video with any recipe; a .json beside it says what ran",
+        'videoqat generate model=tiny-wan-qat prompt="a sneaker moves left" out=sneaker.mp4',
+        "videoqat.generation.engine:plan",
+    ),
+    "compare": Command(
+        cfg.CompareConfig,
+        "videoqat.evaluation.compare:compare",
+        "the same prompts and seeds under several (checkpoint, recipe) pairs: videos, latencies, losses, report.html",
+        "videoqat compare prompts=prompts.txt out=comparison "
+        "'entries=[{name: BF16, model: tiny-wan, recipe: bf16}, {name: FP4, model: tiny-wan, recipe: attn_qat}]'",
+        "videoqat.evaluation.compare:plan",
+    ),
+    "bench attention": Command(
+        cfg.BenchAttentionConfig,
+        "videoqat.attention.bench:bench_attention",
+        "time one attention call beside torch's own in the same run",
+        "videoqat bench attention recipe=attn_qat num_tokens=2048 num_heads=8 head_dim=64",
+    ),
+    "doctor": Command(
+        cfg.DoctorConfig,
+        "videoqat.doctor:doctor",
+        "what this machine can run: devices, kernels, versions; and what a model needs",
+        "videoqat doctor model=tiny-wan",
+    ),
+}
+
+
+def resolve(target: str) -> Callable[[Any], dict[str, Any]]:
+    """The function that `module:function` names."""
+    module, _, function = target.partition(":")
+    found: Callable[[Any], dict[str, Any]] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool = False) -> dict[str, Any]:
+    """Loads the configuration of command `name`, prints it, and runs (or, with `dry_run`, only plans) it.
+
+    Raises:
+        UserError: bad configuration or bad input.
+    """
+    command = COMMANDS[name]
+    config = cfg.load(command.schema, file, overrides)
+    say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
+    if not dry_run:
+        return resolve(command.run)(config)
+    planned = resolve(command.plan)(config) if command.plan else {}
+    return {"dry_run": True, "command": name, "config": cfg.to_dict(config), **planned}
