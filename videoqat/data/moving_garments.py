@@ -1,0 +1,186 @@
+"""The embedded set: photos of garments (Fashion-MNIST) that move over a textured canvas, with captions such as "a sneaker moves left".
+
+Small enough for a tiny model on two CPU cores, and yet real: photographs, text that decides what is seen and where it goes, and mp4 files
+that walk the same road as anybody's clips. What the caption leaves open (which photo, size, tint, canvas, lane) is drawn at random. Clip i
+of a seed is a pure function of (seed, split, i): ten garments and four directions take turns, so any 40 clips in a row hold each pair once.
+
+The photos are Fashion-MNIST's, (c) 2017 Zalando SE, MIT licence (assets/NOTICE.fashion-mnist). A subset ships with the package: the first
+60 of each class from the training part, the first 20 from the test part (held out). It was made, byte for byte, by
+
+    python -m videoqat.data.moving_garments FOLDER      # with train-images-idx3-ubyte.gz and its three siblings
+"""
+
+import argparse
+import gzip
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from videoqat import config as configuration
+from videoqat.config import ExampleClipsConfig
+from videoqat.console import progress, say
+from videoqat.data.video_io import write_video
+from videoqat.errors import DataError, UserError
+from videoqat.files import atomic_folder, atomic_path, writable_folder, write_json
+
+GARMENTS = (  # in the order of Fashion-MNIST's labels
+    "a t-shirt moves",
+    "trousers move",
+    "a pullover moves",
+    "a dress moves",
+    "a coat moves",
+    "a sandal moves",
+    "a shirt moves",
+    "a sneaker moves",
+    "a bag moves",
+    "an ankle boot moves",
+)
+DIRECTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x, y), y downwards
+SUBSET = Path(__file__).parent / "assets" / "fashion_mnist_subset.npz"
+SUBSET_PER_CLASS = {"train": 60, "held_out": 20}
+IDX_PREFIX = {"train": "train", "held_out": "t10k"}
+VERSION = 1  # of the drawing: another number where the same settings give other pixels
+
+
+def _read_idx(path: Path) -> np.ndarray:
+    """An idx file (gzipped or not) of unsigned bytes, as http://yann.lecun.com/exdb/mnist lays it out."""
+    found = next((p for p in (path, path.with_suffix("")) if p.is_file()), None)
+    if found is None:
+        raise DataError(f"photos: {str(path)!r} does not exist (nor without .gz)")
+    try:
+        raw = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
+        if raw[:3] != b"\0\0\x08":
+            raise ValueError("not an idx file of unsigned bytes")
+        shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4)
+        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(tuple(int(n) for n in shape))
+    except (OSError, EOFError, ValueError) as error:
+        raise DataError(f"photos: {str(found)!r} can't be read: {error}") from error
+
+
+def read_photos(photos: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Photos uint8 (N, 28, 28) and labels uint8 (N,) of `split` (train or held_out), embedded or from a folder with the four idx files.
+
+    Raises:
+        DataError: a file is missing or isn't what it should be.
+    """
+    if photos == "embedded":
+        with np.load(SUBSET, allow_pickle=False) as archive:
+            return archive[f"{split}_photos"], archive[f"{split}_labels"]
+    prefix = IDX_PREFIX[split]
+    images = _read_idx(Path(photos) / f"{prefix}-images-idx3-ubyte.gz")
+    labels = _read_idx(Path(photos) / f"{prefix}-labels-idx1-ubyte.gz")
+    if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or set(np.unique(labels)) != set(range(10)):
+        raise DataError(f"photos: {photos!r} holds images {images.shape} and labels {labels.shape}, which are not Fashion-MNIST's")
+    return images, labels
+
+
+def write_subset(folder: str, path: Path = SUBSET) -> None:
+    """Writes the subset that ships with the package from Fashion-MNIST's idx files in `folder`."""
+    arrays = {}
+    for split, per_class in SUBSET_PER_CLASS.items():
+        images, labels = read_photos(folder, split)
+        chosen = np.sort(np.concatenate([np.flatnonzero(labels == label)[:per_class] for label in range(10)]))
+        arrays[f"{split}_photos"], arrays[f"{split}_labels"] = images[chosen], labels[chosen]
+    with atomic_path(path) as aside:
+        np.savez_compressed(aside, **arrays)
+
+
+def caption_of(index: int) -> str:
+    """The caption of clip `index`."""
+    direction = list(DIRECTIONS)[index // len(GARMENTS) % len(DIRECTIONS)]
+    return f"{GARMENTS[index % len(GARMENTS)]} {direction}"
+
+
+def _canvas(rng: np.random.Generator, size: int) -> torch.Tensor:
+    """A dim, smooth, coloured texture, (3, size, size) in 0..1: 3x3 random colours around one hue, interpolated."""
+    colour = rng.uniform(0.08, 0.42, (3, 1, 1))
+    patches = np.clip(colour + rng.uniform(-0.14, 0.14, (3, 3, 3)), 0.02, 0.6)
+    grown = F.interpolate(torch.from_numpy(patches)[None].float(), size=(size, size), mode="bicubic", align_corners=True)
+    return grown[0].clamp(0, 1)
+
+
+def draw_clip(photos: np.ndarray, labels: np.ndarray, index: int, *, num_frames: int, size: int, seed: int, split: str) -> np.ndarray:
+    """Clip `index` as uint8 (num_frames, size, size, 3): the garment crosses the frame once, at constant speed with sub-pixel steps."""
+    rng = np.random.default_rng([seed, index, list(SUBSET_PER_CLASS).index(split)])
+    direction = list(DIRECTIONS.values())[index // len(GARMENTS) % len(DIRECTIONS)]
+    photo = torch.from_numpy(photos[rng.choice(np.flatnonzero(labels == index % len(GARMENTS)))]).float()[None, None] / 255
+    # The photos have a black ground. Closing (dilate, erode) keeps dark seams inside a garment opaque.
+    closed = -F.max_pool2d(-F.max_pool2d(photo, 3, 1, 1), 3, 1, 1)
+    alpha = (closed * 5).clamp(0, 1)
+    layers = torch.cat([photo * alpha, alpha], dim=1)
+
+    extent = rng.uniform(0.46, 0.6)  # of the garment, as a share of the frame
+    room = 1 - extent  # how far its centre may lie from the middle, in units of half a frame
+    along = torch.linspace(-room, room, num_frames)
+    across = float(rng.uniform(-0.8, 0.8)) * room
+    x, y = (along * direction[0], torch.full_like(along, across)) if direction[0] else (torch.full_like(along, across), along * direction[1])
+    theta = torch.zeros(num_frames, 2, 3)
+    theta[:, 0, 0] = theta[:, 1, 1] = 1 / extent
+    theta[:, 0, 2], theta[:, 1, 2] = -x / extent, -y / extent
+    grid = F.affine_grid(theta, [num_frames, 2, size, size], align_corners=False)
+    moved = F.grid_sample(layers.expand(num_frames, -1, -1, -1), grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    shade, alpha = moved[:, :1], moved[:, 1:]
+
+    tint = torch.tensor(_bright_colour(rng)).float().view(1, 3, 1, 1)
+    frames = _canvas(rng, size) * (1 - alpha) + tint * (0.3 * alpha + 0.7 * shade)
+    return (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def _bright_colour(rng: np.random.Generator) -> tuple[float, float, float]:
+    """A light colour of random hue, RGB in 0..1."""
+    hue = rng.uniform(0, 2 * math.pi)
+    red, green, blue = (0.775 + 0.225 * math.cos(hue + shift) for shift in (0.0, -2 * math.pi / 3, 2 * math.pi / 3))
+    return red, green, blue
+
+
+def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
+    """Writes `num_clips` mp4 files, metadata.jsonl (file, caption) and set.json (what they were made with) to the folder `config.out`.
+
+    A folder that already holds the set of the same settings is used as it is. Returns {"out", "num_clips", "reused", "captions"}.
+
+    Raises:
+        UserError: `out` holds something else; nothing is touched then.
+        DataError: the photos can't be read.
+    """
+    config.validate()
+    out = Path(config.out)
+    settings = {key: value for key, value in configuration.to_dict(config).items() if key != "out"} | {"version": VERSION}
+    names = [f"clips/{index:06d}.mp4" for index in range(config.num_clips)]
+    captions = [caption_of(index) for index in range(config.num_clips)]
+    result = {"out": str(out), "num_clips": config.num_clips, "captions": len(set(captions)), "reused": False}
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        if _holds(out, settings, names):
+            say(f"{out}: {config.num_clips} clips with these settings are here already")
+            return result | {"reused": True}
+        raise UserError(f"out={str(out)!r} holds something else than the clips of these settings; legal: a new or empty folder")
+    photos, labels = read_photos(config.photos, config.split)
+    writable_folder("out", out)
+    with atomic_folder(out) as aside:
+        for index in progress(range(config.num_clips), desc="drawing clips", unit="clip"):
+            frames = draw_clip(photos, labels, index, num_frames=config.num_frames, size=config.size, seed=config.seed, split=config.split)
+            write_video(aside / names[index], frames, config.fps)
+        lines = [json.dumps({"file": name, "caption": caption}) for name, caption in zip(names, captions, strict=True)]
+        (aside / "metadata.jsonl").write_text("\n".join(lines) + "\n")
+        write_json(aside / "set.json", settings)
+    say(f"{out}: {config.num_clips} clips, {result['captions']} captions")
+    return result
+
+
+def _holds(out: Path, settings: dict[str, Any], names: list[str]) -> bool:
+    """Whether `out` is the set of `settings`, whole."""
+    try:
+        recorded = json.loads((out / "set.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return recorded == settings and (out / "metadata.jsonl").is_file() and all((out / name).is_file() for name in names)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Write the subset of Fashion-MNIST that ships with the package.")
+    parser.add_argument("folder", help="where train-images-idx3-ubyte.gz and its three siblings lie")
+    write_subset(parser.parse_args().folder)
