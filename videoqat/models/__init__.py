@@ -1,0 +1,1 @@
+"""Model families behind one seam (`spec`), attention recipes put into them (`install`), and a tiny pipeline to try them on (`tiny`)."""

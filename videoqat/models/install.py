@@ -1,0 +1,92 @@
+"""Puts an attention recipe into a transformer, layer by layer, and takes it out again.
+
+Nothing global is touched: the recipe lives in the processors of this one transformer, so that a BF16 and an FP4 model can share a process.
+Every attention layer gets a processor of ours. Layers that the recipe doesn't cover run the bf16 recipe, which is bitwise what diffusers'
+own processor computes; that way all of them can be observed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from videoqat.errors import CheckpointError, ConfigError
+from videoqat.models.spec import AttentionLayer, ModelFamily, family_of_transformer
+from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe
+
+Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # layer name, q_BNHD, k_BNHD, v_BNHD as they go into attention
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """Kept on the transformer while a recipe is installed."""
+
+    recipe: AttentionRecipe
+    layers: list[AttentionLayer]
+    stock: list[Any]  # what the layers' processors were before
+
+
+def install(
+    transformer: nn.Module, recipe: AttentionRecipe | str, *, kernel: str = "auto", family: ModelFamily | None = None
+) -> list[AttentionLayer]:
+    """Makes `transformer` compute attention by `recipe`. A recipe already installed is replaced.
+
+    Args:
+        transformer: of a family in `videoqat.models.spec.FAMILIES`.
+        recipe: a recipe, or the name or file of one.
+        kernel: for the quantised layers; `auto`, or a kernel's name to insist on it.
+        family: found by the transformer's class if not given.
+
+    Returns:
+        The layers that are now quantised (none for a bf16 recipe).
+
+    Raises:
+        ConfigError: `keep_layers` names a block that the model doesn't have.
+        CheckpointError: a transformer of no known family.
+    """
+    recipe = get_recipe(recipe)
+    family = family or family_of_transformer(transformer)
+    uninstall(transformer)
+    layers = family.attention_layers(transformer)
+    last = max(layer.index for layer in layers)
+    for index in recipe.keep_layers:
+        if not 0 <= index <= last:
+            raise ConfigError(f"recipe {recipe.name!r}: keep_layers names block {index}, but this model has blocks 0 to {last}")
+    stock = [layer.module.processor for layer in layers]
+    quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index)]
+    for layer in layers:
+        # A kernel that is insisted on is meant for the quantised layers; it need not be able to do plain attention.
+        processor = family.make_processor(layer, recipe, kernel) if layer in quantised else family.make_processor(layer, RECIPES["bf16"], "auto")
+        layer.module.set_processor(processor)  # type: ignore[operator]
+    transformer._videoqat_installed = _Installed(recipe, layers, stock)  # type: ignore[assignment]
+    return quantised
+
+
+def uninstall(transformer: nn.Module) -> None:
+    """Puts back the processors that were there before `install`; does nothing where none was installed."""
+    installed = getattr(transformer, "_videoqat_installed", None)
+    if installed is None:
+        return
+    for layer, processor in zip(installed.layers, installed.stock, strict=True):
+        layer.module.set_processor(processor)
+    del transformer._videoqat_installed
+
+
+def installed_recipe(transformer: nn.Module) -> AttentionRecipe | None:
+    """The recipe that `install` put in, or None."""
+    installed = getattr(transformer, "_videoqat_installed", None)
+    return None if installed is None else installed.recipe
+
+
+def observe(transformer: nn.Module, observer: Observer | None) -> None:
+    """Has `observer(layer name, q_BNHD, k_BNHD, v_BNHD)` called before every attention of `transformer`; None ends it.
+
+    Raises:
+        CheckpointError: no recipe is installed, so there is nothing to observe with.
+    """
+    installed = getattr(transformer, "_videoqat_installed", None)
+    if installed is None:
+        raise CheckpointError("no recipe is installed in this transformer: install one (bf16 will do) before observing it")
+    for layer in installed.layers:
+        layer.module.processor.observer = observer

@@ -1,0 +1,254 @@
+"""What the rest of videoqat needs to know about a model family, and nothing more.
+
+A family is one file beside this one that ends in `FAMILY = SomeFamily()`, and one line in `FAMILIES`. Everything that depends on how a model
+was built (latent layout, text padding, time scale, where its attention sits) stays behind `ModelFamily`; training, data and generation only
+see tensors: latents_BCFHW, text_BLD, flow time t in [0, 1].
+"""
+
+import importlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from videoqat.errors import CheckpointError, ConfigError
+from videoqat.recipes import AttentionRecipe, recipe_from_dict
+
+# Family name -> module that holds it as FAMILY.
+FAMILIES: dict[str, str] = {"wan": "videoqat.models.wan"}
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention module of a transformer.
+
+    Attributes:
+        name: module path, such as `blocks.3.attn1`.
+        index: number of the transformer block it sits in; what `AttentionRecipe.keep_layers` counts.
+        kind: `self` (video tokens only), `joint` (text and video) or `cross` (video to text).
+        module: the module whose processor is exchanged.
+        num_heads, head_dim: of its queries.
+    """
+
+    name: str
+    index: int
+    kind: str
+    module: nn.Module
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a model, read from its JSON files.
+
+    Attributes:
+        in_channels: latent channels C.
+        vae_spatial, vae_temporal: pixels per latent along height and width, and frames per latent after the first.
+        patch: (frames, height, width) of latents that make one token.
+        num_heads, head_dim, num_layers: of the transformer.
+        text_dim: width of a text embedding.
+        pixel_multiple: what height and width must be multiples of for the pipeline's own sake, whatever VAE and patch ask.
+    """
+
+    in_channels: int
+    vae_spatial: int
+    vae_temporal: int
+    patch: tuple[int, int, int]
+    num_heads: int
+    head_dim: int
+    num_layers: int
+    text_dim: int
+    pixel_multiple: int = 1
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(C, F, H, W) of the latents of a video of that size in pixels."""
+        return (self.in_channels, (num_frames - 1) // self.vae_temporal + 1, height // self.vae_spatial, width // self.vae_spatial)
+
+    def num_tokens(self, num_frames: int, height: int, width: int) -> int:
+        """Video tokens that self-attention sees."""
+        return math.prod(size // part for size, part in zip(self.latent_shape(num_frames, height, width)[1:], self.patch, strict=True))
+
+    def check_size(self, key: str, num_frames: int, height: int, width: int) -> None:
+        """Requires a video size that VAE, patches and pipeline take without cutting.
+
+        Raises:
+            ConfigError: names `key`, the axis, its value and the legal values on both sides of it.
+        """
+        frame_step = self.vae_temporal * self.patch[0]
+        first = self.vae_temporal * (self.patch[0] - 1) + 1  # the fewest frames whose latents fill a patch
+        if num_frames < first or (num_frames - first) % frame_step:
+            below = first + max(0, (num_frames - first) // frame_step) * frame_step
+            raise ConfigError(
+                f"{key}: {num_frames} frames don't fit this model; legal: {frame_step}n+{first}, such as {below} or {below + frame_step}"
+            )
+        for axis, size, part in (("height", height, self.patch[1]), ("width", width, self.patch[2])):
+            step = math.lcm(self.vae_spatial * part, self.pixel_multiple)
+            if size < step or size % step:
+                below = max(step, size // step * step)
+                raise ConfigError(f"{key}: {axis} {size} doesn't fit this model; legal: multiples of {step}, such as {below} or {below + step}")
+
+
+class ModelFamily(Protocol):
+    """What a family must be able to do. B batch, C channels, F frames, H height, W width, L text tokens, D text width."""
+
+    name: str
+    pipeline_classes: tuple[str, ...]  # values of _class_name in model_index.json
+    transformer_classes: tuple[str, ...]  # class names of transformers whose attention it knows
+
+    def components(self, folder: str | Path) -> tuple[str, ...]:
+        """Names of the folder's transformers, the one for high noise first."""
+        ...
+
+    def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
+        """Sizes from the config.json files alone; no weights are touched."""
+        ...
+
+    def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
+        """The transformer on the CPU, in eval mode; every weight found and of the right shape, or CheckpointError. From scratch: no weights read."""
+        ...
+
+    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+        """An object with .vae (float32), .text_encoder (`dtype`) and .tokenizer."""
+        ...
+
+    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
+        """Each prompt's embedding (L_i, D) as the pipeline computes it, padding cut off, L_i <= max_tokens."""
+        ...
+
+    def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
+        """text_BLD, padded to L = max_tokens as the pipeline pads."""
+        ...
+
+    def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
+        """latents_BCFHW float32 of a video in [-1, 1]: the posterior's mode, normalised as the pipeline expects."""
+        ...
+
+    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
+        """The prediction (B, C, F, H, W) for noisy latents x at flow time t (0 data, 1 noise)."""
+        ...
+
+    def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
+        """Flow times (low, high) this transformer serves: low <= t < high, where 1 belongs to the last."""
+        ...
+
+    def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
+        """Every attention module, in order of execution."""
+        ...
+
+    def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> Any:
+        """A processor with attributes layer (its name), recipe, kernel and observer (None)."""
+        ...
+
+    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+        """The diffusers pipeline; its VAE in float32."""
+        ...
+
+
+def _families() -> list[ModelFamily]:
+    return [importlib.import_module(module).FAMILY for module in FAMILIES.values()]
+
+
+def family_of(folder: str | Path) -> ModelFamily:
+    """The family of a diffusers pipeline folder, by `_class_name` in its model_index.json.
+
+    Raises:
+        CheckpointError: no such folder, not a pipeline's folder, or a pipeline of no family here; the supported ones are named.
+    """
+    pipeline_class = read_model_json(folder, "model_index.json").get("_class_name")
+    for family in _families():
+        if pipeline_class in family.pipeline_classes:
+            return family
+    supported = ", ".join(name for family in _families() for name in family.pipeline_classes)
+    raise CheckpointError(f"{folder} holds a {pipeline_class}, which is not supported; supported: {supported}")
+
+
+def family_of_transformer(transformer: nn.Module) -> ModelFamily:
+    """The family that knows this transformer's attention, by class name.
+
+    Raises:
+        CheckpointError: none does; the supported classes are named.
+    """
+    for family in _families():
+        if type(transformer).__name__ in family.transformer_classes:
+            return family
+    supported = ", ".join(name for family in _families() for name in family.transformer_classes)
+    raise CheckpointError(f"attention of {type(transformer).__name__} is not known; known transformers: {supported}")
+
+
+def read_model_json(folder: str | Path, name: str) -> dict[str, Any]:
+    """The mapping in FOLDER/NAME, such as `transformer/config.json`.
+
+    Raises:
+        CheckpointError: not there, or not a JSON mapping.
+    """
+    path = Path(folder) / name
+    if not path.is_file():
+        what = "is not a diffusers pipeline's folder" if name == "model_index.json" else "is no complete pipeline's folder"
+        raise CheckpointError(f"{folder} {what}: it has no {name}")
+    try:
+        data = json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} can't be read as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} must hold a mapping")
+    return data
+
+
+def read_recipe(folder: str | Path) -> AttentionRecipe | None:
+    """The recipe that the folder's weights were trained for, from its videoqat.json; None where there is no such file.
+
+    Raises:
+        CheckpointError: the file is there but holds no legal recipe.
+    """
+    path = Path(folder) / "videoqat.json"
+    if not path.is_file():
+        return None
+    fields = read_model_json(folder, "videoqat.json").get("recipe")
+    if not isinstance(fields, dict):
+        raise CheckpointError(f"{path} holds no recipe")
+    try:
+        return recipe_from_dict(fields, str(path))
+    except (ConfigError, TypeError) as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
+    """Compares names and shapes in the folder's safetensors headers with what the model has; no weights are loaded.
+
+    Args:
+        folder: holds `diffusion_pytorch_model*.safetensors`.
+        expected: the model's state dict, name to shape.
+        ignored: parts of names that may be in the files and not in the model.
+
+    Raises:
+        CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, or unknown, and how many there are.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(folder.glob("diffusion_pytorch_model*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no weights: diffusion_pytorch_model.safetensors, or its shards, should be there")
+    found: dict[str, torch.Size] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= {key: torch.Size(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected and not any(part in key for part in ignored)]
+    misshapen = [key for key in expected if key in found and found[key] != expected[key]]
+    if missing:
+        raise CheckpointError(f"{folder}: weights lack {missing[0]} (and {len(missing) - 1} more); they are of another model or incomplete")
+    if misshapen:
+        key = misshapen[0]
+        shapes = f"{tuple(found[key])} where the configuration says {tuple(expected[key])}"
+        raise CheckpointError(f"{folder}: {key} has shape {shapes} (and {len(misshapen) - 1} more)")
+    if unknown:
+        raise CheckpointError(f"{folder}: weights hold {unknown[0]} (and {len(unknown) - 1} more), which this model doesn't have")

@@ -1,0 +1,129 @@
+"""A complete `WanPipeline` small enough to train on two CPU cores, built offline from configuration.
+
+Every part is a real one: `WanTransformer3DModel`, `AutoencoderKLWan` with trained weights (see `tiny_vae`), a `UMT5EncoderModel`, a fast
+tokenizer, `UniPCMultistepScheduler` with a flow shift. Transformer and text encoder are random, drawn from the seed. A video of 17x64x64 is
+320 tokens. The text encoder stays random for good: what matters is that different words give different vectors, and a random one sees to that.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from videoqat.config import ExampleModelConfig
+from videoqat.console import say
+from videoqat.errors import UserError
+from videoqat.files import atomic_folder, write_json
+from videoqat.models.spec import family_of
+from videoqat.models.tiny_vae import ARCHITECTURE as VAE_ARCHITECTURE
+from videoqat.models.tiny_vae import load_tiny_vae
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+BOUNDARY_RATIO = 0.875  # of a pair of transformers, as in Wan 2.2 A14B
+FLOW_SHIFT = 3.0
+TEXT_DIM = 64
+VOCABULARY_SIZE = 512
+# What the tokenizer's merges are learned from. It is byte-level, so that any other text has tokens too, only more of them.
+CAPTION_WORDS = (
+    "a t-shirt", "a top", "trousers", "a pullover", "a dress", "a coat", "a sandal", "a shirt", "a sneaker", "a bag", "an ankle boot",
+    "moves", "move", "left", "right", "up", "down",
+)  # fmt: skip
+
+
+def build_tokenizer() -> "PreTrainedTokenizerFast":
+    """A byte-level BPE tokenizer that ends every text with `</s>`, as T5's does. Takes milliseconds and is the same every time."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE, special_tokens=["<pad>", "</s>", "<unk>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CAPTION_WORDS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", tokenizer.token_to_id("</s>"))]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=512, padding_side="right"
+    )
+
+
+def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
+    """Writes the pipeline to the folder `config.out`, which must not exist yet. The same configuration gives the same bytes.
+
+    Returns:
+        `path`, `components`, `parameters` (of each model), `flow_shift`, and `tokens_per_clip` of a 17x64x64 video.
+
+    Raises:
+        UserError: `out` exists already.
+    """
+    from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    from videoqat.models.wan import initialise
+
+    config.validate()
+    out = Path(config.out)
+    if out.exists():
+        raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
+
+    def transformer(seed: int) -> WanTransformer3DModel:
+        torch.manual_seed(seed)
+        model = WanTransformer3DModel(
+            patch_size=(1, 1, 1),
+            num_attention_heads=config.num_heads,
+            attention_head_dim=config.head_dim,
+            in_channels=VAE_ARCHITECTURE["z_dim"],
+            out_channels=VAE_ARCHITECTURE["z_dim"],
+            text_dim=TEXT_DIM,
+            freq_dim=64,
+            ffn_dim=4 * config.num_heads * config.head_dim,
+            num_layers=config.num_layers,
+            rope_max_seq_len=256,
+        )
+        initialise(model)
+        return model.eval()
+
+    tokenizer = build_tokenizer()
+    vae = load_tiny_vae()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        text_config = UMT5Config(
+            vocab_size=VOCABULARY_SIZE, d_model=TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4, pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id, decoder_start_token_id=tokenizer.pad_token_id,
+        )  # fmt: skip
+        parts: dict[str, Any] = {"text_encoder": UMT5EncoderModel(text_config).eval(), "transformer": transformer(config.seed + 1), "vae": vae}
+        if config.two_transformers:
+            parts["transformer_2"] = transformer(config.seed + 2)
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT)
+    pipeline = WanPipeline(
+        tokenizer=tokenizer, scheduler=scheduler, boundary_ratio=BOUNDARY_RATIO if config.two_transformers else None, expand_timesteps=False, **parts
+    )
+    with atomic_folder(out) as aside:
+        pipeline.save_pretrained(aside)
+        _forget_where_it_was_made(aside)
+    geometry = family_of(out).geometry(out)
+    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    say(f"{out}: a tiny Wan pipeline, {parameters['transformer']:,} weights in its transformer")
+    return {
+        "path": str(out),
+        "components": list(family_of(out).components(out)),
+        "parameters": parameters,
+        "flow_shift": FLOW_SHIFT,
+        "tokens_per_clip": geometry.num_tokens(17, 64, 64),
+    }
+
+
+def _forget_where_it_was_made(folder: Path) -> None:
+    """Takes paths out of the JSON files, which would otherwise differ from one folder to the next."""
+    for path in sorted(folder.rglob("*.json")):
+        data = json.loads(path.read_text())
+        if isinstance(data, dict) and "_name_or_path" in data:
+            del data["_name_or_path"]
+            write_json(path, data)
