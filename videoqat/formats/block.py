@@ -98,17 +98,17 @@ def quantize(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequence[fl
     """Quantise `x` in blocks along `axis`. Arguments and errors as in `fake_quantize`, but `format` must be one of `FORMATS`."""
     spec = _block_format(format)
     axis = _checked_axis(x, axis)
-    blocks, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
+    blocks, _, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
     scaled = blocks * _reciprocal(scales)
     if spec.element == "e2m1":
         sign = torch.signbit(scaled).to(torch.uint8) << 3
-        magnitude = round_e2m1_(scaled).abs_()
-        codes = torch.bucketize(magnitude, torch.tensor(E2M1_VALUES, device=x.device), out_int32=True).to(torch.uint8) | sign
+        codes = _e2m1_index(round_e2m1_(scaled).abs_()).to(torch.uint8) | sign
     else:
         codes = round_e4m3(scaled).to(torch.float8_e4m3fn).view(torch.uint8)
     codes = codes.masked_fill_((scales == 0) | scales.isnan(), 0).flatten(axis, axis + 1)
-    scale_type = torch.float8_e4m3fn if spec.scale == "e4m3" else torch.float8_e8m0fnu
-    scale_codes = scales.squeeze(axis + 1).to(scale_type).view(torch.uint8)
+    scale_type, nan_code = (torch.float8_e4m3fn, 0x7F) if spec.scale == "e4m3" else (torch.float8_e8m0fnu, 0xFF)
+    # NaN's sign is whatever the processor made it; the code is one and the same.
+    scale_codes = scales.to(scale_type).view(torch.uint8).masked_fill_(scales.isnan(), nan_code).squeeze(axis + 1)
     return Quantized(codes.movedim(axis, -1).contiguous(), scale_codes.movedim(axis, -1).contiguous(), format, axis, x.shape[axis])
 
 
@@ -138,7 +138,7 @@ def fake_quantize(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequen
         out = round_e4m3_(x.detach().to(torch.float32, copy=True))
     else:
         spec = _block_format(format)
-        blocks, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
+        blocks, _, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
         out = _dequantised(blocks, scales, spec).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
     return out.double() if x.dtype == torch.float64 else out
 
@@ -153,8 +153,7 @@ def block_health(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequenc
         return 0, 0, 0
     spec = _block_format(format)
     axis = _checked_axis(x, axis)
-    blocks, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
-    largest = _block_max(blocks, axis + 1)
+    _, largest, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
     flushed = int(((scales == 0) & (largest > 0)).sum())
     clipped = int(((largest > E2M1_MAX * E4M3_MAX) & largest.isfinite()).sum()) if spec.scale == "e4m3" else 0
     return scales.numel(), flushed, clipped
@@ -174,8 +173,8 @@ def _checked_axis(x: Tensor, axis: int) -> int:
     return axis % x.ndim
 
 
-def _blocks_and_scales(x: Tensor, spec: BlockFormat, axis: int, scale_divisors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """x in fp32 with `axis` split into (blocks, block_size), a view where possible, and the scales' fp32 values with block_size kept as 1."""
+def _blocks_and_scales(x: Tensor, spec: BlockFormat, axis: int, scale_divisors: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
+    """x in fp32 with `axis` split into (blocks, block_size), a view where possible; max |x| and scale of each block, block_size kept as 1."""
     x = x.detach().float()
     missing = -x.shape[axis] % spec.block_size
     if missing:
@@ -183,8 +182,8 @@ def _blocks_and_scales(x: Tensor, spec: BlockFormat, axis: int, scale_divisors: 
     blocks = x.unflatten(axis, (x.shape[axis] // spec.block_size, spec.block_size))
     largest = _block_max(blocks, axis + 1)
     if spec.scale == "e8m0":
-        return blocks, _e8m0_scales(largest, largest_element_exponent=2 if spec.element == "e2m1" else 8)
-    return blocks, _searched_e4m3_scales(blocks, largest, spec, axis + 1, scale_divisors)
+        return blocks, largest, _e8m0_scales(largest, largest_element_exponent=2 if spec.element == "e2m1" else 8)
+    return blocks, largest, _searched_e4m3_scales(blocks, largest, spec, axis + 1, scale_divisors)
 
 
 def _block_max(blocks: Tensor, dim: int) -> Tensor:
@@ -219,7 +218,7 @@ def _searched_e4m3_scales(blocks: Tensor, largest: Tensor, spec: BlockFormat, di
 
 def _e4m3_scales(largest: Tensor, divisor: float) -> Tensor:
     scales = round_e4m3_(largest * torch.tensor(1.0 / divisor, dtype=torch.float32, device=largest.device))
-    return scales.masked_fill_(~largest.isfinite(), math.nan)
+    return scales.add_(largest - largest)  # + 0, or NaN where a is NaN or infinite
 
 
 def _squared_error(blocks: Tensor, scales: Tensor, spec: BlockFormat, dim: int) -> Tensor:
@@ -237,4 +236,10 @@ def _dequantised(blocks: Tensor, scales: Tensor, spec: BlockFormat) -> Tensor:
 
 
 def _reciprocal(scales: Tensor) -> Tensor:
-    return scales.reciprocal().masked_fill_(scales == 0, 0.0)
+    return scales.reciprocal().nan_to_num_(nan=math.nan, posinf=0.0)
+
+
+def _e2m1_index(magnitude: Tensor) -> Tensor:
+    """0, 0.5, 1, 1.5, 2, 3, 4, 6 -> 0, 1, ..., 7: the doubled value, whose slope halves above 4 and again above 8."""
+    doubled = magnitude * 2
+    return doubled - (doubled - 4).clamp_(min=0) / 2 - (doubled - 8).clamp_(min=0) / 4
