@@ -8,17 +8,23 @@ No environment variable is read.
 
 import dataclasses
 import difflib
+import math
+import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from omegaconf import MISSING, DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+import yaml
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from videoqat.errors import ConfigError
 from videoqat.recipes import get_recipe
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 
@@ -79,8 +85,26 @@ class RuntimeConfig:
     kernel: str = "auto"
 
     def validate(self) -> None:
-        require(self.device in ("auto", "cpu") or self.device.split(":")[0] == "cuda", "runtime.device", self.device, "auto, cpu, cuda, cuda:N")
+        legal = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        require(legal, "runtime.device", self.device, "auto, cpu, cuda, cuda:N")
         choice("runtime.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+    def resolve(self) -> "tuple[torch.device, torch.dtype]":
+        """The device and dtype meant here. dtype `auto`: float32 on CPU (bf16 is slow there), bfloat16 on a GPU.
+
+        Raises:
+            ConfigError: a GPU is asked for that this machine doesn't have.
+        """
+        import torch
+
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        device = torch.device(name)
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        there = device.type == "cpu" or (device.index or 0) < len(gpus)
+        require(there, "runtime.device", self.device, ", ".join(["auto", "cpu", *gpus]) + " (what this machine has)")
+        if self.dtype != "auto":
+            return device, getattr(torch, self.dtype)
+        return device, torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 @dataclass
@@ -419,8 +443,11 @@ def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{path} must hold a mapping")
     includes = loaded.pop("include", [])
+    includes = [includes] if isinstance(includes, str) else includes
+    if not isinstance(includes, list | ListConfig) or not all(isinstance(include, str) for include in includes):
+        raise ConfigError(f"{path}: include={includes!r} must be a file or a list of files")
     merged = OmegaConf.create({})
-    for include in [includes] if isinstance(includes, str) else includes:
+    for include in includes:
         target = path.parent / include
         found = target if target.is_file() else shipped(include)
         if found is None:
@@ -440,8 +467,41 @@ def _check_keys(schema: type, given: DictConfig, prefix: str = "") -> None:
             raise ConfigError(f"unknown key {prefix}{key}{hint}; legal keys here: {', '.join(prefix + f for f in fields)}")
         kind = hints[key]
         child = given._get_node(key)
-        if dataclasses.is_dataclass(kind) and isinstance(child, DictConfig):
+        if dataclasses.is_dataclass(kind):
+            keys = ", ".join(f"{prefix}{key}.{f.name}" for f in dataclasses.fields(kind))
+            if not isinstance(child, DictConfig) or child._is_none():
+                raise ConfigError(f"{prefix}{key}={given[key]!r} is no value but a group; legal keys: {keys}")
             _check_keys(typing.cast(type, kind), child, f"{prefix}{key}.")
+
+
+def _check_finite(tree: dict[str, Any], prefix: str = "") -> None:
+    """Requires every number to be finite."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            _check_finite(value, f"{prefix}{key}.")
+        require(not isinstance(value, float) or math.isfinite(value), prefix + key, value, "a finite number")
+
+
+def _kind(schema: Any, key: str) -> Any:
+    """The annotated type of the setting `key` (dotted) of `schema`; None if there is no such setting."""
+    for part in key.split("."):
+        schema = typing.get_type_hints(schema).get(part) if dataclasses.is_dataclass(schema) else None
+    return schema
+
+
+def _parse_overrides(schema: type, overrides: list[str]) -> DictConfig:
+    """`key=value` settings as a tree. Text is taken as it is typed (a prompt may hold `: ` or `[`); anything else is read as YAML."""
+    given = OmegaConf.create({})
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not key or not equals:
+            raise ConfigError(f"{override!r} is not KEY=VALUE")
+        try:
+            parsed = value.replace("${", "\\${") if _kind(schema, key) is str else yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{override!r} can't be read as YAML: {error}") from error
+        OmegaConf.update(given, key, parsed)
+    return given
 
 
 def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
@@ -456,22 +516,18 @@ def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
         if path is None:
             raise ConfigError(f"configuration file {file!r} does not exist (neither as a path nor below configs/)")
         given = _read(path.resolve())
-    for override in overrides:
-        if "=" not in override or override.startswith("="):
-            raise ConfigError(f"{override!r} is not KEY=VALUE")
     try:
-        given = typing.cast(DictConfig, OmegaConf.merge(given, OmegaConf.from_dotlist(overrides)))
+        given = typing.cast(DictConfig, OmegaConf.merge(given, _parse_overrides(schema, overrides)))
         _check_keys(schema, given)
         merged = OmegaConf.merge(OmegaConf.structured(schema), given)
         missing = OmegaConf.missing_keys(merged)
         if missing:
             raise ConfigError(f"missing {', '.join(sorted(missing))}: give it in the file or as KEY=VALUE")
         config: Any = OmegaConf.to_object(merged)
-    except MissingMandatoryValue as error:
-        raise ConfigError(str(error)) from error
     except OmegaConfBaseException as error:
         key = getattr(error, "full_key", None) or "configuration"
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
+    _check_finite(to_dict(config))
     config.validate()
     return typing.cast(T, config)
 

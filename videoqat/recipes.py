@@ -6,8 +6,10 @@ An `AttentionRecipe` is a small frozen value. The same object drives the referen
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from videoqat.errors import ConfigError
@@ -58,9 +60,20 @@ class AttentionRecipe:
             if value not in values:
                 raise ConfigError(f"recipe {self.name!r}: {field}={value!r} is not one of {', '.join(map(repr, values))}")
 
-        object.__setattr__(self, "scale_divisors", tuple(float(c) for c in self.scale_divisors))
-        object.__setattr__(self, "attention_kinds", tuple(self.attention_kinds))
-        object.__setattr__(self, "keep_layers", tuple(int(i) for i in self.keep_layers))
+        def sequence(field: str, kind: type | UnionType) -> None:
+            value = getattr(self, field)
+            if not isinstance(value, list | tuple) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
+                raise ConfigError(f"recipe {self.name!r}: {field}={value!r} is not a list of {getattr(kind, '__name__', 'numbers')}")
+            object.__setattr__(self, field, tuple(float(v) if field == "scale_divisors" else v for v in value))
+
+        if not isinstance(self.name, str) or not self.name:
+            raise ConfigError(f"recipe name {self.name!r} is not text")
+        sequence("scale_divisors", int | float)
+        sequence("attention_kinds", str)
+        sequence("keep_layers", int)
+        for field, kind in (("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int)):
+            if type(getattr(self, field)) is not kind:
+                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} is not {kind.__name__}")
         legal("qk", self.qk, OPERAND_FORMATS)
         legal("pv", self.pv, OPERAND_FORMATS)
         legal("normalizer", self.normalizer, ("exact", "quantised"))
@@ -72,8 +85,10 @@ class AttentionRecipe:
         # 2^g/6 <= 448 (E4M3's largest scale) bounds g at 11; plain fp8 elements saturate at 448, so there 2^8 is the largest power of two.
         largest_gain = 8 if self.pv == "fp8" else 11
         legal("p_gain_log2", self.p_gain_log2, tuple(range(largest_gain + 1)))
-        if not self.scale_divisors or any(not c > 0 for c in self.scale_divisors):
+        if not self.scale_divisors or any(not 0 < c < math.inf for c in self.scale_divisors):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors={self.scale_divisors} must be one or more positive numbers")
+        if any(layer < 0 for layer in self.keep_layers):
+            raise ConfigError(f"recipe {self.name!r}: keep_layers={self.keep_layers} must be indices of blocks, from 0")
         if self.scale_divisors != (6.0,) and "nvfp4" not in (self.qk, self.pv):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors are for nvfp4, but qk={self.qk} and pv={self.pv}")
         if self.grad_p == "quantised" and self.normalizer != "quantised":
@@ -125,7 +140,9 @@ def recipe_from_dict(fields: dict[str, Any], origin: str) -> AttentionRecipe:
         raise ConfigError(f"{origin}: unknown recipe key {unknown[0]!r}; legal keys: base, {', '.join(known)}")
     changes = {k: v for k, v in fields.items() if k != "base"}
     if "base" in fields:
-        base = get_recipe(fields["base"])
+        base = RECIPES.get(str(fields["base"]))
+        if base is None:
+            raise ConfigError(f"{origin}: base={fields['base']!r} is not a named recipe; legal: {', '.join(RECIPES)}")
         if changes and "name" not in changes:
             raise ConfigError(f"{origin}: a recipe that changes {base.name!r} needs a name of its own")
         return dataclasses.replace(base, **changes)
@@ -146,12 +163,12 @@ def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
         return RECIPES[recipe]
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
-        if path.suffix == ".json":
-            fields = json.loads(path.read_text())
-        else:
-            import yaml
+        import yaml
 
-            fields = yaml.safe_load(path.read_text())
+        try:
+            fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+        except (ValueError, yaml.YAMLError) as error:  # ValueError: JSON's syntax, or bytes that are no text
+            raise ConfigError(f"recipe {recipe!r} can't be read: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}: a recipe file holds a mapping")
         return recipe_from_dict(fields, str(path))
