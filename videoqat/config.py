@@ -294,6 +294,7 @@ class SamplingConfig:
     guidance_scale: float = 3.0
     negative_prompt: str = ""
     flow_shift: float = 3.0
+    max_text_tokens: int = 0  # to which text is padded; 0: as the checkpoint was trained (videoqat.json), else 512
 
     def validate(self) -> None:
         check_frames("sampling.num_frames", self.num_frames)
@@ -301,6 +302,7 @@ class SamplingConfig:
             require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
         require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
         require(self.flow_shift > 0, "sampling.flow_shift", self.flow_shift, "above 0")
+        require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")
 
 
 @dataclass
