@@ -6,6 +6,7 @@ rotation that a phone writes into its file is applied, and the colour matrix tha
 """
 
 import importlib.util
+import itertools
 import math
 import re
 import subprocess
@@ -59,6 +60,7 @@ def iterate_frames(path: str | Path, engine: str | None = None) -> Iterator[tupl
 
 
 def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
+    """Packets are decoded one by one because Theora's empty ones (the frame before stays) must be left out; the last, without dts, flushes."""
     import av
 
     try:
@@ -70,9 +72,12 @@ def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
             promised = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
             start: float | None = None
             end = previous = 0.0
-            for frame in container.decode(stream):
+            packets = (packet for packet in container.demux(stream) if packet.size or packet.dts is None)
+            for frame in itertools.chain.from_iterable(packet.decode() for packet in packets):
                 if frame.time is None:
                     raise VideoReadError("a frame carries no time stamp")
+                if frame.is_corrupt:
+                    raise VideoReadError(f"damaged at {frame.time:.2f} s")
                 start = frame.time if start is None else start
                 duration = float(frame.duration * frame.time_base) if frame.duration else 0.0
                 time = frame.time - start
@@ -87,7 +92,7 @@ def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
 
 def _ffmpeg_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
     """Two passes: time stamps from ffmpeg's `showinfo`, then the frames themselves. Both in `passthrough`, so that they agree one to one."""
-    import imageio_ffmpeg
+    import imageio_ffmpeg  # type: ignore[import-untyped]
 
     passthrough = ["-map", "0:v:0", "-fps_mode", "passthrough"]
     probe = [
@@ -190,7 +195,7 @@ def _ffmpeg_write(path: Path, frames: np.ndarray, rate: Fraction) -> None:
     writer = imageio_ffmpeg.write_frames(
         str(path),
         (width, height),
-        fps=str(rate),  # type: ignore[arg-type]  # handed to ffmpeg as it stands, which takes fractions
+        fps=float(rate),
         codec="libx264",
         pix_fmt_out="yuv420p",
         quality=None,

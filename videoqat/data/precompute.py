@@ -1,0 +1,330 @@
+"""Clips and captions to latents and text embeddings, once: `videoqat preprocess`.
+
+A cache folder holds `index.json` (settings, geometry and the list of samples; written last), `shards/` (the tensors, see `shards`) and
+`report.json` (what was skipped and why). A sample is known by a hash of everything it was made from: the content of its file, its caption, the
+settings and the encoders' files. So a second run makes only what is new or changed, leaves out what has vanished, and goes on where a killed one
+stopped; touching a file changes nothing. Until the new index is in place, the old one and its shards stay valid.
+
+Clips are hashed and decoded in `workers` threads (decoders let go of Python's lock); the encoders run in the main thread, one clip at a time,
+so that a sample doesn't depend on its neighbours. At most workers + 1 decoded clips wait at any time.
+"""
+
+import collections
+import concurrent.futures
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from videoqat.config import PreprocessConfig, parse_bucket, to_dict
+from videoqat.console import progress, say
+from videoqat.data.clips import SUFFIXES, ClipEntry, ClipProblem, decode_to_bucket, find_clips, reason
+from videoqat.data.dataset import INDEX, INDEX_FORMAT
+from videoqat.data.shards import FOLDER, ShardStore, all_finite
+from videoqat.errors import CheckpointError, DataError, UserError
+from videoqat.files import writable_folder, write_json
+from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
+from videoqat.provenance import provenance
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a worker makes of a clip: its key, and its frames unless the cache holds the key; or a problem."""
+
+    entry: ClipEntry
+    key: str = ""
+    bucket: str = ""
+    frames: np.ndarray | None = None
+    problem: str | None = None
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file's content."""
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def encoder_fingerprint(folder: str | Path) -> str:
+    """SHA-256 over the files of everything in a pipeline's folder that encodes: VAE, text encoders, tokenizers; not transformers and scheduler."""
+    folder = Path(folder)
+    others = {*family_of(folder).components(folder), "scheduler"}
+    parts = [name for name, kind in read_model_json(folder, "model_index.json").items() if isinstance(kind, list) and kind[0] and name not in others]
+    total = hashlib.sha256()
+    for part in sorted(parts):
+        files = sorted(path for path in (folder / part).rglob("*") if path.is_file())
+        if not files:
+            raise CheckpointError(f"{folder} is no complete pipeline's folder: {part}/ is not there or empty")
+        for path in files:
+            total.update(f"{path.relative_to(folder).as_posix()} {file_hash(path)}\n".encode())
+    return total.hexdigest()
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _bucket_name(bucket: tuple[int, int, int]) -> str:
+    return "x".join(map(str, bucket))
+
+
+def _checked_geometry(config: PreprocessConfig) -> tuple[ModelFamily, Geometry, dict[str, tuple[int, int, int]]]:
+    """The model's family and sizes, and the buckets by name; raises ConfigError for a bucket that the model can't take. Loads no weights."""
+    family = family_of(config.model.path)
+    geometry = family.geometry(config.model.path, config.model.component)
+    buckets = {}
+    for text in config.buckets:
+        bucket = parse_bucket("buckets", text)
+        geometry.check_size("buckets", *bucket)
+        buckets[_bucket_name(bucket)] = bucket
+    return family, geometry, buckets
+
+
+def _describe_buckets(geometry: Geometry, buckets: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
+    return {name: {"latent_shape": list(geometry.latent_shape(*size)), "tokens": geometry.num_tokens(*size)} for name, size in buckets.items()}
+
+
+def _counts(problems: Iterable[str]) -> dict[str, int]:
+    """Problems by reason, the most frequent first."""
+    return dict(Counter(reason(problem) for problem in problems).most_common())
+
+
+def _phrase(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _nothing_usable(source: str, skipped: list[ClipEntry]) -> DataError:
+    if not skipped:
+        return DataError(f"source={source!r} holds no clips; legal: video files ({', '.join(SUFFIXES)}) with captions")
+    counts = _counts(entry.problem or "" for entry in skipped)
+    first = skipped[0]
+    return DataError(f"source={source!r} holds no usable clip: {_phrase(counts)}; the first: {first.id}: {first.problem}")
+
+
+def plan(config: PreprocessConfig) -> dict[str, Any]:
+    """What `preprocess` would do, as far as can be said without decoding a clip or loading a weight.
+
+    Returns {"clips", "with_caption", "skipped": {reason: count}, "buckets": {name: {"latent_shape", "tokens"}}, "geometry"}.
+
+    Raises:
+        UserError: settings that can't be used, or no clip that might be.
+    """
+    config.validate()
+    _, geometry, buckets = _checked_geometry(config)
+    _check_out(Path(config.out))
+    entries = find_clips(config.source)
+    skipped = [entry for entry in entries if entry.problem]
+    if len(skipped) == len(entries):
+        raise _nothing_usable(config.source, skipped)
+    return {
+        "clips": len(entries),
+        "with_caption": len(entries) - len(skipped),
+        "skipped": _counts(entry.problem or "" for entry in skipped),
+        "buckets": _describe_buckets(geometry, buckets),
+        "geometry": dataclasses.asdict(geometry),
+    }
+
+
+def preprocess(config: PreprocessConfig) -> dict[str, Any]:
+    """Makes the folder `config.out` the cache of `config.source`, reusing what is there and still right.
+
+    Returns {"out", "samples", "encoded" (made now), "reused", "skipped": {reason: count}, "buckets": {name: {"samples", "tokens", "latent_shape"}}}.
+
+    Raises:
+        UserError: settings that can't be used, a model folder that can't be loaded, no usable clip at all (counts by reason), an `out` that holds
+            something else, or another process at work in it.
+    """
+    config.validate()
+    family, geometry, buckets = _checked_geometry(config)
+    device, dtype = config.runtime.resolve()
+    out = Path(config.out)
+    _check_out(out)
+    entries = find_clips(config.source)
+    skipped = [entry for entry in entries if entry.problem]
+    usable = [entry for entry in entries if not entry.problem]
+    if not usable:
+        raise _nothing_usable(config.source, skipped)
+    writable_folder("out", out)
+    with _locked(out):
+        settings: dict[str, Any] = {
+            "family": family.name,
+            "buckets": list(buckets),
+            "fps": config.fps,
+            "max_text_tokens": config.max_text_tokens,
+            "dtype": str(dtype).removeprefix("torch."),
+            "encoder_fingerprint": encoder_fingerprint(config.model.path),
+            "format": INDEX_FORMAT,
+        }
+        settings["settings_key"] = _digest(settings)
+        store = ShardStore(out, config.shard_samples)
+        encode = _Encoder(config, family, geometry, device, dtype)
+        samples, encoded = [], 0
+
+        null_key = _digest([settings["settings_key"], "null text"])
+        if null_key not in store.shard_of:
+            store.add(null_key, "", {"text": encode.text("")})
+            store.flush()
+
+        prepare = functools.partial(_prepare, config=config, buckets=buckets, settings_key=settings["settings_key"], store=store)
+        with progress(total=len(usable), desc="encoding clips", unit="clip") as bar:
+            for prepared in _map_in_order(prepare, usable, config.workers):
+                bar.update()
+                problem = prepared.problem
+                if not problem and prepared.key not in store.bucket_of:
+                    assert prepared.frames is not None
+                    tensors = {"latents": encode.video(prepared.frames), "text": encode.text(prepared.entry.caption)}
+                    if all_finite(tensors):
+                        store.add(prepared.key, prepared.bucket, tensors)
+                        encoded += 1
+                    else:
+                        problem = f"not finite: the encoders gave NaN or inf in {settings['dtype']}"
+                if problem:
+                    skipped.append(dataclasses.replace(prepared.entry, problem=problem))
+                else:
+                    samples.append((prepared.entry, prepared.key))
+        store.flush()
+        _write_report(out, config, entries, skipped, str(device))
+        if not samples:
+            raise _nothing_usable(config.source, skipped)
+        described = _describe_buckets(geometry, buckets)
+        in_bucket = Counter(store.bucket_of[key] for _, key in samples)
+        index: dict[str, Any] = {
+            "format": INDEX_FORMAT,
+            "settings": settings | {"model": config.model.path, "source": config.source},
+            "geometry": dataclasses.asdict(geometry),
+            "buckets": {name: {"samples": in_bucket[name], **about} for name, about in described.items()},
+            "null_text": {"key": null_key, "shard": store.shard_of[null_key]},
+            "shards": store.sizes({null_key, *(key for _, key in samples)}),
+            "samples": [
+                {
+                    "id": entry.id,
+                    "bucket": store.bucket_of[key],
+                    "caption": entry.caption,
+                    "source": str(entry.path),
+                    "key": key,
+                    "shard": store.shard_of[key],
+                }
+                for entry, key in samples
+            ],
+            "provenance": provenance(str(device)),
+        }
+        write_json(out / INDEX, index)
+        store.drop_others(index["shards"])
+    counts = _counts(entry.problem or "" for entry in skipped)
+    result = {"out": str(out), "samples": len(samples), "encoded": encoded, "reused": len(samples) - encoded, "skipped": counts}
+    said = f"{out}: {len(samples)} samples ({encoded} encoded now)"
+    say(f"{said}, {len(skipped)} skipped: {_phrase(counts)}; see {out / 'report.json'}" if skipped else f"{said}, none skipped")
+    if encode.cut_captions:
+        say(f"{len(encode.cut_captions)} captions fill max_text_tokens={config.max_text_tokens} and may be cut")
+    return result | {"buckets": index["buckets"]}
+
+
+def _check_out(out: Path) -> None:
+    """An `out` that is there must be empty or a cache, finished or not."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"out={str(out)!r} is a file; legal: a folder")
+    if any(out.iterdir()) and not any((out / name).exists() for name in (INDEX, FOLDER, ".lock")):
+        raise UserError(f"out={str(out)!r} holds something else than a cache; legal: a new or empty folder, or one that preprocess wrote")
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Keeps other processes out of the folder; the lock goes with the process, however it ends."""
+    with open(out / ".lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"out={str(out)!r}: another preprocess is at work in this folder") from error
+        yield
+
+
+def _prepare(
+    entry: ClipEntry, *, config: PreprocessConfig, buckets: dict[str, tuple[int, int, int]], settings_key: str, store: ShardStore
+) -> _Prepared:
+    """In a worker: hash the clip and, unless the cache holds it, decode it. Whatever is wrong with a clip becomes its problem."""
+    assert entry.path is not None
+    try:
+        key = _digest([settings_key, file_hash(entry.path), entry.caption])
+        if key in store.bucket_of:
+            return _Prepared(entry, key)
+        bucket, frames = decode_to_bucket(entry.path, list(buckets.values()), config.fps)
+    except ClipProblem as problem:
+        return _Prepared(entry, problem=str(problem))
+    except Exception as error:  # decoders fail in ways that can't be listed; one odd clip must not end a run of days
+        return _Prepared(entry, problem=f"cannot decode: {type(error).__name__}: {error}")
+    return _Prepared(entry, key, _bucket_name(bucket), frames)
+
+
+def _map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) -> Iterator[R]:
+    """`map` in `workers` threads that runs at most one item ahead of them, so that results don't pile up."""
+    waiting: collections.deque[concurrent.futures.Future[R]] = collections.deque()
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+class _Encoder:
+    """VAE and text encoder, loaded when the first clip needs them: a run that finds everything in the cache loads nothing."""
+
+    def __init__(self, config: PreprocessConfig, family: ModelFamily, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.family, self.geometry, self.device, self.dtype = config, family, geometry, device, dtype
+        self.cut_captions: set[str] = set()
+        self._text = functools.lru_cache(maxsize=1024)(self._encode_text)  # captions repeat
+
+    @functools.cached_property
+    def encoders(self) -> Any:
+        return self.family.load_encoders(self.config.model.path, device=self.device, dtype=self.dtype)
+
+    def video(self, frames: np.ndarray) -> torch.Tensor:
+        """Latents (C, F, H, W) float32 on the CPU of frames (F, H, W, 3) uint8."""
+        video_BCFHW = torch.from_numpy(frames).to(self.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
+        latents = self.family.encode_video(self.encoders, video_BCFHW)[0].float().cpu()
+        expected = self.geometry.latent_shape(*frames.shape[:3])
+        if tuple(latents.shape) != expected:
+            raise CheckpointError(f"{self.config.model.path}: the VAE gives latents {tuple(latents.shape)} where the configuration says {expected}")
+        return latents
+
+    def text(self, caption: str) -> torch.Tensor:
+        """Embedding (L, D) on the CPU, in the encoder's dtype."""
+        return self._text(caption)
+
+    def _encode_text(self, caption: str) -> torch.Tensor:
+        text_LD = self.family.encode_prompts(self.encoders, [caption], self.config.max_text_tokens)[0].cpu()
+        if text_LD.shape[0] >= self.config.max_text_tokens:
+            self.cut_captions.add(caption)
+        return text_LD
+
+
+def _write_report(out: Path, config: PreprocessConfig, entries: list[ClipEntry], skipped: list[ClipEntry], device: str) -> None:
+    report = {
+        "source": config.source,
+        "clips": len(entries),
+        "usable": len(entries) - len(skipped),
+        "skipped": _counts(entry.problem or "" for entry in skipped),
+        "skipped_clips": [{"id": entry.id, "problem": entry.problem} for entry in skipped],
+        "config": to_dict(config),
+        "provenance": provenance(device),
+    }
+    write_json(out / "report.json", report)
