@@ -1,0 +1,152 @@
+"""What is drawn for a sample, the loss, and the optimiser's parts, against values worked out by hand or by another road."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from videoqat.config import ObjectiveConfig, OptimizerConfig
+from videoqat.errors import ConfigError
+from videoqat.training.objective import draw, flow_matching_loss, shift_time, time_quantiles
+from videoqat.training.optim import Ema, gradient_norm, learning_rate, make_optimizer
+
+LATENTS = torch.zeros(2, 3, 4, 5)
+
+
+def times(cfg: ObjectiveConfig, count: int = 2000, time_range: tuple[float, float] = (0.0, 1.0)) -> torch.Tensor:
+    return torch.tensor([draw(cfg, 0, 0, i, torch.zeros(1), time_range).t for i in range(count)], dtype=torch.float64)
+
+
+def test_shift_time_by_hand() -> None:
+    assert shift_time(0.5, 3.0) == pytest.approx(0.75)
+    assert shift_time(0.25, 5.0) == pytest.approx(1.25 / 2)
+    assert [shift_time(t, 7.0) for t in (0.0, 1.0)] == [0.0, 1.0]
+    assert shift_time(0.3, 1.0) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_uniform_times_follow_the_shifted_uniform_distribution(shift: float) -> None:
+    t = times(ObjectiveConfig(flow_shift=shift, timestep_sampling="uniform"))
+    for level in (0.1, 0.25, 0.5, 0.75, 0.9):
+        assert (t < shift_time(level, shift)).double().mean().item() == pytest.approx(level, abs=0.035)
+
+
+def test_logit_normal_times_follow_their_distribution() -> None:
+    cfg = ObjectiveConfig(flow_shift=3.0, logit_mean=0.4, logit_std=1.5)
+    t = times(cfg)
+    raw = t / (3 - 2 * t)  # the shift undone
+    z = (torch.log(raw / (1 - raw)) - 0.4) / 1.5
+    assert z.mean().item() == pytest.approx(0, abs=0.08)
+    assert z.std().item() == pytest.approx(1, abs=0.06)
+    assert (z < -1).double().mean().item() == pytest.approx(0.1587, abs=0.03)  # a normal distribution, not just its first two moments
+
+
+@pytest.mark.parametrize("sampling", ["uniform", "logit_normal"])
+@pytest.mark.parametrize("time_range", [(0.0, 0.875), (0.875, 1.0)])
+def test_an_expert_sees_the_whole_distribution_conditioned_on_its_part(sampling: str, time_range: tuple[float, float]) -> None:
+    cfg = ObjectiveConfig(flow_shift=5.0, timestep_sampling=sampling)
+    mine = times(cfg, time_range=time_range)
+    assert mine.min() >= time_range[0]
+    assert mine.max() <= time_range[1]
+    everything = times(cfg, count=6000)
+    expected = everything[(everything >= time_range[0]) & (everything < time_range[1])]
+    for quantile in (0.1, 0.5, 0.9):
+        assert mine.quantile(quantile).item() == pytest.approx(expected.quantile(quantile).item(), abs=0.03)
+
+
+def test_a_range_without_weight_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"never drawn.*logit_mean=-50"):
+        time_quantiles(ObjectiveConfig(logit_mean=-50.0, logit_std=0.1), (0.9, 1.0))
+
+
+def test_draws_depend_on_seed_epoch_and_sample_and_on_nothing_else() -> None:
+    cfg = ObjectiveConfig()
+    first = draw(cfg, 1, 2, 3, LATENTS, (0.0, 1.0))
+    again = draw(cfg, 1, 2, 3, LATENTS, (0.0, 1.0))
+    torch.manual_seed(99)
+    assert torch.equal(first.noise_CFHW, again.noise_CFHW)
+    assert first.t == again.t
+    assert first.noise_CFHW.shape == LATENTS.shape
+    for other in (draw(cfg, 0, 2, 3, LATENTS, (0, 1)), draw(cfg, 1, 1, 3, LATENTS, (0, 1)), draw(cfg, 1, 2, 4, LATENTS, (0, 1))):
+        assert not torch.equal(first.noise_CFHW, other.noise_CFHW)
+        assert first.t != other.t
+
+
+def test_the_dropout_rate_changes_neither_noise_nor_time() -> None:
+    few, many = (draw(ObjectiveConfig(caption_dropout=p), 0, 0, 0, LATENTS, (0, 1)) for p in (0.0, 1.0))
+    assert (few.drop_caption, many.drop_caption) == (False, True)
+    assert few.t == many.t
+    assert torch.equal(few.noise_CFHW, many.noise_CFHW)
+
+
+def test_caption_dropout_has_its_rate_and_takes_other_samples_in_another_epoch() -> None:
+    cfg = ObjectiveConfig(caption_dropout=0.3)
+    dropped = [{i for i in range(1000) if draw(cfg, 0, epoch, i, torch.zeros(1), (0, 1)).drop_caption} for epoch in (0, 1)]
+    assert [len(d) / 1000 for d in dropped] == pytest.approx([0.3, 0.3], abs=0.05)
+    assert len(dropped[0] & dropped[1]) / 1000 == pytest.approx(0.09, abs=0.03)  # independent, not the same clips again
+
+
+class Recorder:
+    """A family whose transformer predicts a constant."""
+
+    def forward(self, transformer: nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        self.x, self.t = x, t
+        return torch.full_like(x, 0.5)
+
+
+def test_flow_matching_loss_by_hand() -> None:
+    family = Recorder()
+    latents = torch.full((2, 1, 1, 1, 2), 3.0)
+    noise = torch.tensor([1.0, -1.0]).view(2, 1, 1, 1, 1).expand_as(latents)
+    loss_B = flow_matching_loss(family, nn.Identity(), latents, noise, torch.tensor([0.25, 1.0]), torch.zeros(2, 1, 1))  # type: ignore[arg-type]
+    assert family.x[:, 0, 0, 0, 0].tolist() == [0.75 * 3 + 0.25 * 1, -1.0]
+    assert loss_B.tolist() == [(0.5 - (1 - 3)) ** 2, (0.5 - (-1 - 3)) ** 2]
+    assert loss_B.dtype == torch.float32
+
+
+def test_schedule_values() -> None:
+    cfg = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="linear", final_lr_ratio=0.2)
+    assert [learning_rate(cfg, s, 12) for s in (1, 2, 4)] == [0.25, 0.5, 1.0]
+    assert [learning_rate(cfg, s, 12) for s in (5, 8, 12)] == pytest.approx([0.9, 0.6, 0.2])
+    cosine = OptimizerConfig(lr=2.0, warmup_steps=0, schedule="cosine", final_lr_ratio=0.5)
+    assert [learning_rate(cosine, s, 4) for s in (1, 2, 4)] == pytest.approx([1 + (1 + math.cos(math.pi / 4)) / 2, 1.5, 1.0])
+    constant = OptimizerConfig(lr=3.0, warmup_steps=2, schedule="constant", final_lr_ratio=0.0)
+    assert [learning_rate(constant, s, 10) for s in (1, 2, 3, 10)] == [1.5, 3.0, 3.0, 3.0]
+    all_warm = OptimizerConfig(lr=1.0, warmup_steps=4, schedule="cosine")
+    assert learning_rate(all_warm, 4, 4) == 1.0
+
+
+def test_adamw_takes_every_setting() -> None:
+    w = nn.Parameter(torch.tensor([2.0]))
+    cfg = OptimizerConfig(lr=0.1, beta1=0.8, beta2=0.6, eps=0.5, weight_decay=0.25)
+    optimizer = make_optimizer(cfg, [w])
+    expected, m, v = 2.0, 0.0, 0.0
+    for step, gradient in enumerate((3.0, -1.0), start=1):
+        w.grad = torch.tensor([gradient])
+        optimizer.step()
+        expected *= 1 - 0.1 * 0.25
+        m, v = 0.8 * m + 0.2 * gradient, 0.6 * v + 0.4 * gradient**2
+        expected -= 0.1 * (m / (1 - 0.8**step)) / (math.sqrt(v / (1 - 0.6**step)) + 0.5)
+    assert w.item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_gradient_norm_is_over_all_parameters_and_leaves_gradients_alone() -> None:
+    a, b, unused = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1, 1)), nn.Parameter(torch.zeros(1))
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])
+    assert gradient_norm([a, b, unused]).item() == 5.0
+    assert a.grad.tolist() == [3.0, 0.0]
+
+
+def test_ema_by_hand() -> None:
+    model = nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    ema = Ema(model, 0.75)
+    for value in (2.0, 4.0):
+        with torch.no_grad():
+            model.weight.fill_(value)
+        ema.update(model)
+    assert list(ema.tensors) == ["weight"]
+    assert ema.tensors["weight"].dtype == torch.float32
+    assert ema.tensors["weight"].item() == 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4

@@ -1,0 +1,194 @@
+"""Checkpoints on disk: whole or not there, whatever happens to the process, the disk or the files."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from videoqat.errors import CheckpointError
+from videoqat.training import state
+
+
+def tensors(value: float, size: int = 8) -> dict[str, Any]:
+    return {"model": {"a.weight": torch.full((size, 2), value), "b": torch.tensor(value)}, "ema": {"a.weight": torch.full((size, 2), -value)}}
+
+
+def save(folder: Path, step: int, keep_last: int = 2, **kwargs: Any) -> Path:
+    return state.save(folder, step, tensors(float(step), **kwargs), {"step": step}, keep_last)
+
+
+def test_saved_tensors_come_back_equal(tmp_path: Path) -> None:
+    path = save(tmp_path, 7)
+    found = tensors(0.0)
+    state.load(path, found)
+    for part, expected in tensors(7.0).items():
+        for name, tensor in expected.items():
+            assert torch.equal(found[part][name], tensor)
+    assert path.name == "step-000007"
+    assert state.read_meta(path) == {"step": 7}
+    assert state.tensor_keys(path) == {"model.a.weight", "model.b", "ema.a.weight"}
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000007"]
+
+
+def test_retention_keeps_the_last_and_leaves_torn_ones_alone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (save(tmp_path, 2) / "COMMITTED").unlink()
+    save(tmp_path, 3)
+    save(tmp_path, 1_000_000)
+    assert [p.name for p in state.whole(tmp_path)] == ["step-000003", "step-1000000"]
+    assert [p.name for p in state.torn(tmp_path)] == ["step-000002"]
+
+
+def cut(path: Path, to: int) -> None:
+    os.truncate(path, to)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no marker": (lambda c: (c / "COMMITTED").unlink(), "no COMMITTED"),
+    "empty marker": (lambda c: cut(c / "COMMITTED", 0), "COMMITTED file can't be read"),
+    "marker cut": (lambda c: cut(c / "COMMITTED", 20), "COMMITTED file can't be read"),
+    "marker of another kind": (lambda c: (c / "COMMITTED").write_text("[]"), "COMMITTED file can't be read"),
+    "marker that lists nothing": (lambda c: (c / "COMMITTED").write_text('{"files": {}}'), "does not list"),
+    "tensors cut": (lambda c: cut(c / "__0_0.distcp", 100), "__0_0.distcp has 100 bytes"),
+    "tensors one byte short": (lambda c: cut(c / "__0_0.distcp", (c / "__0_0.distcp").stat().st_size - 1), "__0_0.distcp has"),
+    "tensors too long": (lambda c: cut(c / "__0_0.distcp", (c / "__0_0.distcp").stat().st_size + 1), "__0_0.distcp has"),
+    "tensors missing": (lambda c: (c / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "metadata missing": (lambda c: (c / ".metadata").unlink(), ".metadata is missing"),
+    "metadata cut": (lambda c: cut(c / ".metadata", 3), ".metadata has 3 bytes"),
+    "meta.json cut": (lambda c: cut(c / "meta.json", 1), "meta.json has 1 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_damaged_checkpoint_is_never_taken_for_whole(tmp_path: Path, name: str) -> None:
+    damage, reason = DAMAGE[name]
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    damage(bad)
+    assert state.whole(tmp_path) == [good]
+    assert list(state.torn(tmp_path)) == [bad]
+    with pytest.raises(CheckpointError, match=f"step-000002 is not a whole checkpoint: .*{reason}"):
+        state.read_meta(bad)
+    assert save(tmp_path, 2) == bad  # saving that step again puts a whole one in its place
+    assert state.whole(tmp_path) == [good, bad]
+
+
+def test_bytes_that_changed_without_the_size_are_an_error_of_ours_not_a_traceback(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    (path / ".metadata").write_bytes(b"x" * (path / ".metadata").stat().st_size)
+    with pytest.raises(CheckpointError, match="step-000001 can't be read"):
+        state.load(path, tensors(0.0))
+
+
+def test_missing_key_and_other_shape_are_refused(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    with pytest.raises(CheckpointError, match="more"):
+        state.load(path, {"model": {"more": torch.zeros(1)}})
+    with pytest.raises(CheckpointError, match="step-000001 can't be read"):
+        state.load(path, tensors(0.0, size=9))
+
+
+# Where in a save the process is killed: before the tensors are complete, before meta.json, before the marker, before the rename.
+KILL = {
+    "in the tensors": "import torch.distributed.checkpoint.filesystem as m; m.FileSystemWriter.finish = die",
+    "before meta.json": "state.write_json = die",
+    "before the marker": "w = state.write_json; state.write_json = lambda p, d: die() if p.name == 'COMMITTED' else w(p, d)",
+    "before the rename": "os.rename = die",
+}
+
+
+def test_a_killed_save_leaves_the_older_checkpoints_and_no_new_one(tmp_path: Path) -> None:
+    # Forks of one process, so that torch is imported once.
+    program = """
+import json, os, pathlib, signal, sys, torch
+from videoqat.training import state
+def die(*a, **k): os.kill(os.getpid(), signal.SIGKILL)
+def save(folder, step): return state.save(pathlib.Path(folder), step, {"model": {"a": torch.ones(9)}}, {"step": step}, 1)
+for name, patch in json.loads(sys.argv[2]).items():
+    save(f"{sys.argv[1]}/{name}", 1)
+    if os.fork() == 0:
+        exec(patch)
+        save(f"{sys.argv[1]}/{name}", 2)
+        os._exit(0)
+    assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL, name
+"""
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), json.dumps(KILL)], check=True, timeout=120)
+    for name in KILL:
+        folder = tmp_path / name
+        assert sorted(p.name for p in folder.iterdir()) == [".step-000002.partial", "step-000001"], name
+        assert [p.name for p in state.whole(folder)] == ["step-000001"], name
+        assert state.torn(folder) == {}, name
+        state.remove_leftovers(folder)
+        assert [p.name for p in folder.iterdir()] == ["step-000001"], name
+
+
+def test_disk_full_is_one_line_and_older_checkpoints_stay(tmp_path: Path) -> None:
+    good = save(tmp_path, 1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # as a full disk does, writing fails in the middle of a file
+    try:
+        with pytest.raises(CheckpointError, match=r"step-000002 can't be written: .*older checkpoints are untouched"):
+            save(tmp_path, 2, size=100_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+    assert state.whole(tmp_path) == [good]
+    assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="step-000001 can't be written: Not a directory"):
+        save(tmp_path / "file" / "checkpoints", 1)
+
+
+def identity(**changes: Any) -> dict[str, Any]:
+    config = {"model": {"path": "m"}, "cache": "c", "recipe": "attn_qat", "optimizer": {"lr": 0.1}, "train": {"steps": 5, "seed": 0}}
+    whole = {"config": config, "recipe": {"name": "attn_qat", "pv": "nvfp4"}, "model_fingerprint": "f" * 64, "cache_fingerprint": "c" * 64}
+    copy: dict[str, Any] = json.loads(json.dumps(whole))
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        target = copy
+        for parent in parents:
+            target = target[parent]
+        target[last] = value
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": {"name": "mine", "pv": "bf16"}}, r"recipe 'attn_qat', not 'mine' \(.*pv='nvfp4' not 'bf16'\)"),
+        ({"model_fingerprint": "e" * 64}, r"model m \(ffffffffffff\), not m \(eeeeeeeeeeee\)"),
+        ({"cache_fingerprint": "d" * 64, "config__cache": "other"}, r"cache c \(cccccccccccc\), not other \(dddddddddddd\)"),
+        ({"config__optimizer__lr": 0.2}, r"optimizer.lr=0.1, not 0.2"),
+        ({"config__train__seed": 1}, r"train.seed=0, not 1"),
+        ({"config__optimizer": {}}, r"optimizer.lr=0.1, not None"),
+    ],
+)
+def test_resuming_another_training_is_refused_and_both_are_named(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(CheckpointError, match=f"^step-1 was trained with another setting.*{named}"):
+        state.check_resumable(Path("step-1"), identity(), identity(**changes))
+
+
+def test_length_places_and_logging_may_change() -> None:
+    moved = identity(config__model__path="moved", config__cache="moved", config__train__steps=9, config__recipe="copy.yaml")
+    state.check_resumable(Path("step-1"), identity(), moved)
+
+
+def test_the_marker_lists_every_file(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    listed = json.loads((path / "COMMITTED").read_text())["files"]
+    assert set(listed) == {p.name for p in path.iterdir()} - {"COMMITTED"}
+    copied = tmp_path / "step-000009"
+    shutil.copytree(path, copied)
+    assert state.problem(copied) is None

@@ -1,0 +1,1 @@
+"""Training: objective, optimiser, state on disk, health of the quantisation, the loop, and export."""
