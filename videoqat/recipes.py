@@ -71,9 +71,9 @@ class AttentionRecipe:
         sequence("scale_divisors", int | float)
         sequence("attention_kinds", str)
         sequence("keep_layers", int)
-        for field, kind in (("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int)):
-            if type(getattr(self, field)) is not kind:
-                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} is not {kind.__name__}")
+        for field, scalar in (("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int)):
+            if type(getattr(self, field)) is not scalar:
+                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} is not {scalar.__name__}")
         legal("qk", self.qk, OPERAND_FORMATS)
         legal("pv", self.pv, OPERAND_FORMATS)
         legal("normalizer", self.normalizer, ("exact", "quantised"))

@@ -1,67 +1,17 @@
-"""Typed configuration: one dataclass for each command, loaded strictly.
+"""What can be set: one dataclass for each command, and the groups they share. `validate` says what is legal."""
 
-`load(TrainConfig, "train/tiny", ["train.lr=1e-4"])` merges, in this order: the dataclass's defaults, the files that FILE includes
-(`include: [model/tiny.yaml]`, relative to the file or to `configs/`), FILE itself, and the `key=value` overrides. An unknown key, a value of
-the wrong type or an illegal value raises `ConfigError` with the key, the value and what is legal, before anything is loaded.
-No environment variable is read.
-"""
-
-import dataclasses
-import difflib
-import math
 import re
-import typing
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
-import yaml
-from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import MISSING
 
-from videoqat.errors import ConfigError
+from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
 from videoqat.recipes import get_recipe
 
 if TYPE_CHECKING:
     import torch
-
-T = TypeVar("T")
-
-
-def require(condition: bool, key: str, value: object, legal: str) -> None:
-    """Raises ConfigError naming `key`, `value` and what is `legal` unless `condition` holds."""
-    if not condition:
-        raise ConfigError(f"{key}={value!r} is not legal; legal: {legal}")
-
-
-def choice(key: str, value: object, values: Iterable[str]) -> None:
-    """Requires `value` to be one of `values`."""
-    values = list(values)
-    require(value in values, key, value, ", ".join(values))
-
-
-def existing(key: str, value: str, *, folder: bool = False) -> None:
-    """Requires `value` to be the path of a file (or, with `folder`, of a folder) that is there."""
-    path = Path(value)
-    require(path.is_dir() if folder else path.is_file(), key, value, f"an existing {'folder' if folder else 'file'}")
-
-
-def parse_bucket(key: str, bucket: str) -> tuple[int, int, int]:
-    """`"17x64x64"` -> (17, 64, 64): frames, height, width. Frames must be 4n+1: the VAEs keep the first frame and take the rest by fours."""
-    parts = str(bucket).lower().split("x")
-    if len(parts) != 3 or not all(p.isdigit() for p in parts):
-        raise ConfigError(f"{key}={bucket!r} is not FRAMESxHEIGHTxWIDTH, such as 17x64x64")
-    frames, height, width = (int(p) for p in parts)
-    check_frames(key, frames)
-    require(height > 0 and width > 0, key, bucket, "positive height and width")
-    return frames, height, width
-
-
-def check_frames(key: str, num_frames: int) -> None:
-    """Requires 4n+1 frames."""
-    near = max(1, (num_frames - 1) // 4 * 4 + 1)
-    require(num_frames >= 1 and num_frames % 4 == 1, key, num_frames, f"4n+1 frames, such as {near} or {near + 4}")
 
 
 @dataclass
@@ -422,123 +372,3 @@ class DemoConfig:
         for key in ("num_clips", "num_held_out", "base_steps", "tune_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(get_recipe(self.recipe).is_quantised, "recipe", self.recipe, "a recipe that quantises")
-
-
-def shipped(name: str) -> Path | None:
-    """The file `configs/NAME` or `configs/NAME.yaml` of this distribution, or None."""
-    here = Path(__file__).resolve().parent
-    for root in (here / "configs", here.parent / "configs"):
-        for path in (root / name, root / f"{name}.yaml"):
-            if path.is_file():
-                return path
-    return None
-
-
-def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
-    """`path` with what it includes, not yet checked against a schema."""
-    if path in seen:
-        raise ConfigError(f"{path} includes itself")
-    try:
-        loaded = OmegaConf.load(path)
-    except Exception as error:  # YAML's own errors carry line and column
-        raise ConfigError(f"{path} can't be read as YAML: {error}") from error
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{path} must hold a mapping")
-    includes = loaded.pop("include", [])
-    includes = [includes] if isinstance(includes, str) else includes
-    if not isinstance(includes, list | ListConfig) or not all(isinstance(include, str) for include in includes):
-        raise ConfigError(f"{path}: include={includes!r} must be a file or a list of files")
-    merged = OmegaConf.create({})
-    for include in includes:
-        target = path.parent / include
-        found = target if target.is_file() else shipped(include)
-        if found is None:
-            raise ConfigError(f"{path}: include {include!r} is not a file beside it nor in configs/")
-        merged = typing.cast(DictConfig, OmegaConf.merge(merged, _read(found.resolve(), (*seen, path))))
-    return typing.cast(DictConfig, OmegaConf.merge(merged, loaded))
-
-
-def _check_keys(schema: type, given: DictConfig, prefix: str = "") -> None:
-    """Raises ConfigError for the first key that `schema` lacks, with the legal keys and the nearest one."""
-    fields = {f.name: f for f in dataclasses.fields(schema)}
-    hints = typing.get_type_hints(schema)
-    for key in map(str, given):
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields, n=1)
-            hint = f" (did you mean {prefix}{near[0]}?)" if near else ""
-            raise ConfigError(f"unknown key {prefix}{key}{hint}; legal keys here: {', '.join(prefix + f for f in fields)}")
-        kind = hints[key]
-        child = given._get_node(key)
-        if dataclasses.is_dataclass(kind):
-            keys = ", ".join(f"{prefix}{key}.{f.name}" for f in dataclasses.fields(kind))
-            if not isinstance(child, DictConfig) or child._is_none():
-                raise ConfigError(f"{prefix}{key}={given[key]!r} is no value but a group; legal keys: {keys}")
-            _check_keys(typing.cast(type, kind), child, f"{prefix}{key}.")
-
-
-def _check_finite(tree: dict[str, Any], prefix: str = "") -> None:
-    """Requires every number to be finite."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            _check_finite(value, f"{prefix}{key}.")
-        require(not isinstance(value, float) or math.isfinite(value), prefix + key, value, "a finite number")
-
-
-def _kind(schema: Any, key: str) -> Any:
-    """The annotated type of the setting `key` (dotted) of `schema`; None if there is no such setting."""
-    for part in key.split("."):
-        schema = typing.get_type_hints(schema).get(part) if dataclasses.is_dataclass(schema) else None
-    return schema
-
-
-def _parse_overrides(schema: type, overrides: list[str]) -> DictConfig:
-    """`key=value` settings as a tree. Text is taken as it is typed (a prompt may hold `: ` or `[`); anything else is read as YAML."""
-    given = OmegaConf.create({})
-    for override in overrides:
-        key, equals, value = override.partition("=")
-        if not key or not equals:
-            raise ConfigError(f"{override!r} is not KEY=VALUE")
-        try:
-            parsed = value.replace("${", "\\${") if _kind(schema, key) is str else yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{override!r} can't be read as YAML: {error}") from error
-        OmegaConf.update(given, key, parsed)
-    return given
-
-
-def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
-    """The configuration of type `schema` from `file` (a path, or a name below configs/) and `key=value` overrides, validated.
-
-    Raises:
-        ConfigError: file not found, unknown key, wrong type, missing or illegal value.
-    """
-    given = OmegaConf.create({})
-    if file is not None:
-        path = Path(file) if Path(file).is_file() else shipped(file)
-        if path is None:
-            raise ConfigError(f"configuration file {file!r} does not exist (neither as a path nor below configs/)")
-        given = _read(path.resolve())
-    try:
-        given = typing.cast(DictConfig, OmegaConf.merge(given, _parse_overrides(schema, overrides)))
-        _check_keys(schema, given)
-        merged = OmegaConf.merge(OmegaConf.structured(schema), given)
-        missing = OmegaConf.missing_keys(merged)
-        if missing:
-            raise ConfigError(f"missing {', '.join(sorted(missing))}: give it in the file or as KEY=VALUE")
-        config: Any = OmegaConf.to_object(merged)
-    except OmegaConfBaseException as error:
-        key = getattr(error, "full_key", None) or "configuration"
-        raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
-    _check_finite(to_dict(config))
-    config.validate()
-    return typing.cast(T, config)
-
-
-def to_dict(config: Any) -> dict[str, Any]:
-    """The resolved configuration as plain data, to be printed and saved with every result."""
-    return dataclasses.asdict(config)
-
-
-def to_yaml(config: Any) -> str:
-    """The resolved configuration as YAML."""
-    return OmegaConf.to_yaml(OmegaConf.create(to_dict(config)))

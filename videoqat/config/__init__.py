@@ -1,0 +1,58 @@
+"""Typed configuration: one dataclass for each command, loaded strictly.
+
+`load(TrainConfig, "train/tiny", ["optimizer.lr=1e-4"])` merges, in this order: the dataclass's defaults, the files that FILE includes
+(`include: [model/tiny.yaml]`, relative to the file or to `configs/`), FILE itself, and the `key=value` overrides. An unknown key, a value of
+the wrong type or an illegal value raises `ConfigError` with the key, the value and what is legal, before anything is loaded.
+No environment variable is read.
+"""
+
+from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
+from videoqat.config.loading import load, shipped, to_dict, to_yaml
+from videoqat.config.schemas import (
+    BenchAttentionConfig,
+    CompareConfig,
+    CompareEntry,
+    DemoConfig,
+    DoctorConfig,
+    ExampleClipsConfig,
+    ExampleModelConfig,
+    ExportConfig,
+    GenerateConfig,
+    LoopConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    PreprocessConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "BenchAttentionConfig",
+    "CompareConfig",
+    "CompareEntry",
+    "DemoConfig",
+    "DoctorConfig",
+    "ExampleClipsConfig",
+    "ExampleModelConfig",
+    "ExportConfig",
+    "GenerateConfig",
+    "LoopConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "PreprocessConfig",
+    "RuntimeConfig",
+    "SamplingConfig",
+    "TrainConfig",
+    "check_frames",
+    "choice",
+    "existing",
+    "load",
+    "parse_bucket",
+    "require",
+    "shipped",
+    "to_dict",
+    "to_yaml",
+]
