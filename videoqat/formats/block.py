@@ -137,7 +137,7 @@ def fake_quantize(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequen
     if format == "fp8":
         out = round_e4m3_(x.detach().to(torch.float32, copy=True))
     else:
-        spec = _block_format(format)
+        spec = _block_format(format, also_legal=ELEMENTWISE_FORMATS)
         blocks, _, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
         out = _dequantised(blocks, scales, spec).flatten(axis, axis + 1).narrow(axis, 0, x.shape[axis])
     return out.double() if x.dtype == torch.float64 else out
@@ -151,7 +151,7 @@ def block_health(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequenc
     """
     if format in ELEMENTWISE_FORMATS:
         return 0, 0, 0
-    spec = _block_format(format)
+    spec = _block_format(format, also_legal=ELEMENTWISE_FORMATS)
     axis = _checked_axis(x, axis)
     _, largest, scales = _blocks_and_scales(x, spec, axis, scale_divisors)
     flushed = int(((scales == 0) & (largest > 0)).sum())
@@ -159,9 +159,9 @@ def block_health(x: Tensor, format: str, axis: int = -1, scale_divisors: Sequenc
     return scales.numel(), flushed, clipped
 
 
-def _block_format(format: str) -> BlockFormat:
+def _block_format(format: str, also_legal: tuple[str, ...] = ()) -> BlockFormat:
     if format not in FORMATS:
-        raise ConfigError(f"format={format!r} is not one of {', '.join(map(repr, (*FORMATS, *ELEMENTWISE_FORMATS)))}")
+        raise ConfigError(f"format={format!r} is not one of {', '.join(map(repr, (*FORMATS, *also_legal)))}")
     return FORMATS[format]
 
 
