@@ -1,0 +1,117 @@
+"""Which kernel serves a call, why, and what really ran.
+
+A kernel is a module with `NATIVE` (False: it emulates the arithmetic), `REASON` (why one would choose it, for the receipt), `why_not(recipe,
+device_type, dtype, head_dim, training)` (None, or why it can't serve), `forward` and `backward`. A new one is its file and one line in
+`KERNELS`, which is in order of preference.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from videoqat.attention import sdpa_backend, torch_backend
+from videoqat.errors import AttentionError
+from videoqat.recipes import AttentionRecipe, get_recipe
+
+KERNELS: dict[str, ModuleType] = {
+    "sdpa": sdpa_backend,
+    "torch": torch_backend,
+}
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What serves, or served, attention.
+
+    Attributes:
+        kernel: key of `KERNELS`.
+        native: True if the hardware computes in the recipe's formats; False if they are emulated.
+        reason: why this kernel.
+        device: such as `cpu` or `cuda:0`.
+        recipe: the recipe's name.
+        calls: how often it ran while being recorded; 0 for a receipt that was resolved and not run.
+    """
+
+    kernel: str
+    native: bool
+    reason: str
+    device: str
+    recipe: str
+    calls: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, for reports."""
+        return asdict(self)
+
+
+def resolve(
+    recipe: AttentionRecipe | str, device: torch.device | str, dtype: torch.dtype, head_dim: int, kernel: str = "auto", training: bool = False
+) -> Receipt:
+    """The kernel that `attention` will use for such a call.
+
+    Args:
+        kernel: `auto` takes the first of `KERNELS` that can serve; a name insists on that one.
+        training: whether a backward will follow.
+
+    Raises:
+        AttentionError: no such kernel, or it can't serve this call; says why, and which can.
+    """
+    return _resolve(get_recipe(recipe), str(device), dtype, head_dim, kernel, training)
+
+
+@functools.lru_cache(maxsize=1024)
+def _resolve(recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, kernel: str, training: bool) -> Receipt:
+    if kernel not in ("auto", *KERNELS):
+        raise AttentionError(f"kernel={kernel!r} does not exist; legal: auto, {', '.join(KERNELS)}")
+    device_type = device.split(":")[0]
+    obstacles = {name: module.why_not(recipe, device_type, dtype, head_dim, training) for name, module in KERNELS.items()}
+    able = [name for name, obstacle in obstacles.items() if obstacle is None]
+    if not able:
+        raise AttentionError(f"no kernel serves recipe {recipe.name!r} on {device}: {'; '.join(f'{k}: {why}' for k, why in obstacles.items())}")
+    if kernel == "auto":
+        chosen, asked = able[0], ""
+    elif kernel in able:
+        chosen, asked = kernel, "asked for by name; "
+    else:
+        raise AttentionError(f"kernel={kernel!r} can't serve recipe {recipe.name!r} on {device}: {obstacles[kernel]}; would work: {', '.join(able)}")
+    return Receipt(chosen, KERNELS[chosen].NATIVE, asked + KERNELS[chosen].REASON, device, recipe.name)
+
+
+_recorders: list[list[Receipt]] = []
+_recorders_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def record_receipts() -> Iterator[list[Receipt]]:
+    """Yields a list that fills with a receipt for each kernel, device and recipe that attention really runs with, in any thread, meanwhile.
+
+    The back ends' own entry writes them while it runs, forward passes only (a recomputed one counts again).
+    """
+    receipts: list[Receipt] = []
+    with _recorders_lock:
+        _recorders.append(receipts)
+    try:
+        yield receipts
+    finally:
+        with _recorders_lock:
+            _recorders[:] = [other for other in _recorders if other is not receipts]
+
+
+def record(receipt: Receipt) -> None:
+    """Adds one call to every open `record_receipts`."""
+    if not _recorders:
+        return
+    with _recorders_lock:
+        for receipts in _recorders:
+            for i, known in enumerate(receipts):
+                if replace(known, calls=0) == receipt:
+                    receipts[i] = replace(known, calls=known.calls + 1)
+                    break
+            else:
+                receipts.append(replace(receipt, calls=1))

@@ -1,0 +1,86 @@
+"""The kernel `torch`: the row formulas of `reference.py`, a tile at a time. Emulated arithmetic, right on any device, and what runs on CPU.
+
+A tile is some query rows against all keys: no running maximum, P whole in the backward, and every buffer of the size (heads, keys, rows)
+is allocated once a call and overwritten in place. `TILE_ELEMENTS` keeps those buffers in a core's cache; short sequences put several heads
+into one tile, so that Python's overhead doesn't count.
+
+Kept for the backward: q, k, v as they came and m, l (two floats a row). K', V' and Q' are quantised again: a few passes over N * d numbers
+beside dozens over N * N, and an own copy would be more memory than the inputs that autograd holds by reference. O_hp is not needed (see
+`reference.py`).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from videoqat.attention import reference
+from videoqat.recipes import AttentionRecipe
+
+NATIVE = False
+REASON = "emulates the quantised arithmetic in fp32 with torch operations, on any device"
+TILE_ELEMENTS = 2**18
+MIN_TILE_ROWS = 16
+
+
+def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
+    """Serves everything that `attention` accepts."""
+    return None
+
+
+def forward(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: AttentionRecipe, scale: float, causal: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out (B, Nq, H, d) in q's dtype; lse, m and l (B, H, Nq) fp32."""
+    B, num_queries, H, _ = q_BNHd.shape
+    x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+    out = torch.empty_like(x.q_XRd)
+    m_XR, l_XR = (torch.empty(out.shape[:2], device=out.device) for _ in range(2))
+    for heads, rows, buffers in _tiles(x, reference.FORWARD_BUFFERS):
+        out[heads, rows], m_XR[heads, rows], l_XR[heads, rows] = reference.forward_rows(x, recipe, heads, rows, buffers)
+    lse = reference.natural_lse(x, recipe, m_XR, l_XR)
+    lse, m_BHN, l_BHN = (y.view(B, H, num_queries) for y in (lse, m_XR, l_XR))
+    return reference.tokens_first(out, B, H, q_BNHd.dtype), lse, m_BHN, l_BHN
+
+
+def backward(
+    grad_out_BNHd: Tensor,
+    q_BNHd: Tensor,
+    k_BNHd: Tensor,
+    v_BNHd: Tensor,
+    kv_len_B: Tensor | None,
+    m_BHN: Tensor,
+    l_BHN: Tensor,
+    recipe: AttentionRecipe,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV in the dtype and shape of q, k, v."""
+    B, _, H, _ = q_BNHd.shape
+    num_keys, num_kv_heads = k_BNHd.shape[1:3]
+    x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+    grad_out = reference.rows_first(grad_out_BNHd, num_kv_heads)
+    m_XR, l_XR = (y.reshape(x.q_XRd.shape[:2]) for y in (m_BHN, l_BHN))
+    dq, dk, dv = torch.empty_like(x.q_XRd), torch.zeros_like(x.k_XKd), torch.zeros_like(x.v_XKd)
+    for heads, rows, buffers in _tiles(x, reference.BACKWARD_BUFFERS):
+        dq[heads, rows] = reference.backward_rows(
+            x, recipe, heads, rows, grad_out[heads, rows], m_XR[heads, rows], l_XR[heads, rows], dk[heads], dv[heads], buffers
+        )
+    dk_BNHd, dv_BNHd = (reference.tokens_first(y[:, :num_keys], B, num_kv_heads, k_BNHd.dtype) for y in (dk, dv))
+    return reference.tokens_first(dq, B, H, q_BNHd.dtype), dk_BNHd, dv_BNHd
+
+
+def _tiles(x: reference.Operands, num_buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+    """Tiles of about `TILE_ELEMENTS` scores as (heads, rows, buffers of the tile's shape)."""
+    num_heads, num_rows = x.q_XRd.shape[:2]
+    num_keys = x.k_XKd.shape[1]
+    tile_rows = min(num_rows, max(MIN_TILE_ROWS, TILE_ELEMENTS // num_keys))
+    tile_heads = min(num_heads, max(1, TILE_ELEMENTS // (num_keys * tile_rows)))
+    memory = torch.empty(num_buffers, tile_heads * num_keys * tile_rows, device=x.q_XRd.device)
+    for head in range(0, num_heads, tile_heads):
+        heads = slice(head, min(head + tile_heads, num_heads))
+        for row in range(0, num_rows, tile_rows):
+            rows = slice(row, min(row + tile_rows, num_rows))
+            shape = (heads.stop - head, num_keys, rows.stop - row)
+            size = shape[0] * shape[1] * shape[2]
+            yield heads, rows, [buffer[:size].view(shape) for buffer in memory]
