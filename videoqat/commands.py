@@ -107,7 +107,7 @@ def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool 
         UserError: bad configuration or bad input.
     """
     command = COMMANDS[name]
-    config = cfg.load(command.schema, file, overrides)
+    config: Any = cfg.load(command.schema, file, overrides)
     say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
     if not dry_run:
         return resolve(command.run)(config)
