@@ -311,7 +311,7 @@ def test_bad_arguments_name_the_legal_ones():
     x = torch.zeros(4, 16)
     with pytest.raises(ConfigError, match="format='int3' is not one of 'nvfp4', 'mxfp4', 'mxfp8', 'bf16', 'fp8'"):
         fake_quantize(x, "int3")
-    with pytest.raises(ConfigError, match="format='fp8' is not one of 'nvfp4', 'mxfp4', 'mxfp8'$"):
+    with pytest.raises(ConfigError, match=r"format='fp8' is not one of 'nvfp4', 'mxfp4', 'mxfp8'$"):
         quantize(x, "fp8")
     for divisors in ((), (0.0,), (6.0, -1.0), (math.inf,), (math.nan,)):
         with pytest.raises(ConfigError, match="scale_divisors"):

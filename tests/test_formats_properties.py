@@ -40,6 +40,15 @@ def test_quantising_twice_changes_nothing(name, divisors, x):
     assert torch.equal(fake_quantize(once, name, -1, divisors), once)
 
 
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8"])
+@pytest.mark.parametrize("exponent", [-149, -140, -130, -120, 100, 120])
+def test_quantising_twice_changes_nothing_at_the_ends_of_fp32_either(name, exponent):
+    x = (torch.randn(64, 32, generator=torch.Generator().manual_seed(0)).clamp(-8, 8).double() * 2.0**exponent).float()
+    once = fake_quantize(x, name)
+    assert once.isfinite().all()
+    assert torch.equal(fake_quantize(once, name), once)
+
+
 def test_quantising_twice_may_change_a_block_with_a_subnormal_scale():
     x = torch.zeros(16)
     x[0] = 3.2 * 2.0**-9

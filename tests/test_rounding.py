@@ -68,5 +68,5 @@ def test_strided_input_is_not_changed(grid):
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_other_dtypes_are_refused(grid):
-    with pytest.raises(AttentionError, match="float32.*bfloat16"):
+    with pytest.raises(AttentionError, match=r"float32.*bfloat16"):
         GRIDS[grid][0](torch.zeros(2, dtype=torch.bfloat16))

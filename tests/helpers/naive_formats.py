@@ -75,6 +75,6 @@ def quantize_rows(x: np.ndarray, name: str, divisors: tuple[float, ...] = (6.0,)
     padded = np.pad(x.astype(F32), ((0, 0), (0, -x.shape[1] % size)))
     blocks = [[quantize_block(list(row[i : i + size]), name, divisors) for i in range(0, len(row), size)] for row in padded]
     scales = np.array([[b[0] for b in row] for row in blocks], dtype=np.uint8)
-    codes = np.array([sum((b[1] for b in row), []) for row in blocks], dtype=np.uint8)
-    values = np.array([sum((b[2] for b in row), []) for row in blocks], dtype=np.float64)
+    codes = np.array([[c for b in row for c in b[1]] for row in blocks], dtype=np.uint8)
+    values = np.array([[v for b in row for v in b[2]] for row in blocks], dtype=np.float64)
     return scales, codes, values[:, : x.shape[1]]
