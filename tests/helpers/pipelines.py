@@ -1,0 +1,24 @@
+"""Tiny pipelines that show something."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+
+def enliven(tiny: Path, out: Path, seed: int = 0) -> Path:
+    """A copy of a tiny pipeline whose transformers predict something: as built, their last layer is zero, so that attention would change nothing."""
+    shutil.copytree(tiny, out)
+    for folder in out.glob("transformer*"):
+        change_weights(folder, {"proj_out.weight": lambda w: 0.2 * torch.randn(w.shape, generator=torch.Generator().manual_seed(seed))})
+    return out
+
+
+def change_weights(folder: Path, changes: dict) -> None:
+    """Rewrites tensors of a diffusers model folder: name -> function of the old tensor."""
+    path = folder / "diffusion_pytorch_model.safetensors"
+    weights = load_file(path)
+    for name, change in changes.items():
+        weights[name] = change(weights[name])
+    save_file(weights, path, metadata={"format": "pt"})

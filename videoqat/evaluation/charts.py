@@ -1,0 +1,167 @@
+"""The report's plots, as SVG to be put into the page itself.
+
+Axes and text are drawn in the page's own colour (`currentColor`), so that they suit a light and a dark page; the entries' colours are the
+same in every plot and in the table.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Okabe and Ito's colours, told apart by colour-blind readers, without the yellow and black that vanish on white or on black.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+INK = "#123456"  # stands for the page's text colour until the SVG is written
+STAGES = (("text_s", "text", 1.0), ("denoise_s", "denoising", 0.7), ("vae_s", "VAE decode", 0.4))
+MOST_POINTS = 300  # of a curve: more can't be seen, and make the page heavy
+
+
+def colour(index: int) -> str:
+    """The colour of entry `index`."""
+    return COLOURS[index % len(COLOURS)]
+
+
+def _figure(height: float = 3.0) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, height), layout="constrained")
+    axes = figure.subplots()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure: Any, name: str, description: str) -> str:
+    """The figure as an `<svg>` element that stands in a page beside others: no XML head, no outside names, ids of its own."""
+    import matplotlib as mpl
+
+    for artist in figure.findobj(lambda artist: hasattr(artist, "set_color") and artist.__class__.__name__ in ("Text", "Spine")):
+        artist.set_color(INK)
+    for axes in figure.axes:
+        axes.tick_params(colors=INK, which="both")
+        axes.patch.set_visible(False)
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg, count=2)
+    svg = re.sub(r'\b(id|xlink:href)="(#?)', rf'\1="\2{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-").replace(INK, "currentColor")
+    # The page sets the size: only the viewBox stays.
+    svg = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", svg, count=1)
+    return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
+
+
+def _legend(axes: Any, **options: Any) -> None:
+    axes.legend(frameon=False, fontsize=9, **options)
+
+
+def _thin(x: Sequence[float], y: Sequence[float]) -> tuple[Any, Any]:
+    """Means over neighbouring points, at most `MOST_POINTS` of them."""
+    size = -(-len(x) // MOST_POINTS)
+    starts = np.arange(0, len(x), size)
+    counts = np.diff(np.append(starts, len(x)))
+    return np.add.reduceat(np.asarray(x, float), starts) / counts, np.add.reduceat(np.asarray(y, float), starts) / counts
+
+
+def _smooth(y: Any) -> Any:
+    """A running mean over a twentieth of the curve, shorter at its ends."""
+    half = max(1, len(y) // 40)
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    low, high = np.maximum(np.arange(len(y)) - half, 0), np.minimum(np.arange(len(y)) + half + 1, len(y))
+    return (sums[high] - sums[low]) / (high - low)
+
+
+def latency(entries: list[dict[str, Any]]) -> str:
+    """Median seconds a video by stage: one stacked bar an entry."""
+    figure, axes = _figure(0.9 + 0.45 * len(entries))
+    rows = np.arange(len(entries))
+    left = np.zeros(len(entries))
+    for stage, label, alpha in STAGES:
+        widths = np.array([entry["latency"][stage] for entry in entries])
+        axes.barh(rows, widths, left=left, height=0.6, color=[colour(i) for i in range(len(entries))], alpha=alpha, label=label)
+        left += widths
+    axes.set_yticks(rows, [entry["name"] for entry in entries], parse_math=False)
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("seconds a video (text, denoising, VAE decode: from full to faint)")
+    for row, total in zip(rows, left, strict=True):
+        axes.annotate(f"{total:.3g}", (total, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=9)
+    axes.margins(x=0.1)
+    return _svg(figure, "latency", "Median latency by stage")
+
+
+def validation(entries: list[dict[str, Any]]) -> str:
+    """Paired difference of the validation loss to the first entry, in per cent, with its 95 % interval."""
+    figure, axes = _figure(0.9 + 0.45 * (len(entries) - 1))
+    base = entries[0]["validation"]["loss"]
+    for row, entry in enumerate(entries[1:]):
+        found = entry["validation"]
+        if found["ci95"]:
+            axes.plot(
+                [100 * bound / base for bound in found["ci95"]], [row, row], color=colour(row + 1), linewidth=3, alpha=0.45, solid_capstyle="round"
+            )
+        axes.plot(100 * found["relative"], row, "o", color=colour(row + 1), markersize=8)
+        axes.annotate(
+            f"{100 * found['relative']:+.2f} %", (100 * found["relative"], row), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
+        )
+    axes.axvline(0, color=INK, linewidth=1)
+    axes.set_yticks(range(len(entries) - 1), [entry["name"] for entry in entries[1:]], parse_math=False)
+    axes.set_ylim(len(entries) - 1.5, -0.7)
+    axes.grid(False)
+    axes.tick_params(axis="y", length=0)
+    axes.margins(x=0.15)
+    axes.set_xlabel("validation loss against the reference, per cent (right: worse)")
+    return _svg(figure, "validation", "Paired differences of the validation loss")
+
+
+def layers(entries: list[dict[str, Any]]) -> str:
+    """Relative error of the attention output of each quantised layer."""
+    figure, axes = _figure()
+    names = list(dict.fromkeys(layer for entry in entries for layer in entry["layers"]))
+    for index, entry in enumerate(entries):
+        mine = [(names.index(layer), 100 * found["relative_error"]) for layer, found in entry["layers"].items()]
+        if mine:
+            axes.plot(*zip(*mine, strict=True), "o-", color=colour(index), markersize=4, linewidth=1.4, label=entry["name"])
+    shown = names if len(names) <= 8 else names[:: -(-len(names) // 8)]
+    axes.set_xticks([names.index(name) for name in shown], shown, rotation=20 if len(shown) > 4 else 0, ha="right" if len(shown) > 4 else "center")
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("relative error, per cent")
+    _legend(axes)
+    return _svg(figure, "layers", "Quantisation error by layer")
+
+
+def training_loss(entries: list[dict[str, Any]]) -> str:
+    """Training loss over steps, smoothed, for entries that name a run."""
+    figure, axes = _figure()
+    for index, entry in enumerate(entries):
+        if entry["training"]:
+            step, loss = _thin(entry["training"]["step"], entry["training"]["loss"])
+            axes.plot(step, loss, color=colour(index), linewidth=0.7, alpha=0.25)
+            axes.plot(step, _smooth(loss), color=colour(index), linewidth=1.8, label=entry["name"])
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    _legend(axes)
+    return _svg(figure, "training", "Training loss")
+
+
+def training_health(entries: list[dict[str, Any]]) -> str:
+    """Relative error of quantised attention during training: the mean over layers, and the range between best and worst layer."""
+    figure, axes = _figure()
+    for index, entry in enumerate(entries):
+        health = entry["training"] and entry["training"]["health"]
+        if health:
+            errors = 100 * np.array([[np.nan if value is None else value for value in values] for values in health["layers"].values()], dtype=float)
+            axes.fill_between(health["step"], np.nanmin(errors, axis=0), np.nanmax(errors, axis=0), color=colour(index), alpha=0.15, linewidth=0)
+            axes.plot(health["step"], np.nanmean(errors, axis=0), "o-", color=colour(index), markersize=3, linewidth=1.6, label=entry["name"])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("step")
+    axes.set_ylabel("relative error, per cent")
+    _legend(axes)
+    return _svg(figure, "health", "Quantisation error during training")

@@ -1,0 +1,360 @@
+"""The same prompts and seeds under several (checkpoint, recipe) pairs, measured and laid side by side.
+
+The first entry is the reference: fidelity and validation loss of the others are differences to it. It is rendered twice, and what separates the
+two renderings is the floor beside which the others' PSNR and SSIM are to be read.
+
+The output folder holds `videos/`, `report.json` and `report.html`, and what makes an interrupted comparison go on where it stopped:
+`settings.json` (what everything in the folder was made with; a comparison with other settings is refused) and `parts/` (one file for each
+finished measurement).
+"""
+
+import dataclasses
+import gc
+import json
+import re
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from videoqat.attention.backends import resolve
+from videoqat.config import CompareConfig, CompareEntry, to_dict
+from videoqat.console import progress, say
+from videoqat.data.dataset import CachedVideos
+from videoqat.data.video_io import write_video
+from videoqat.errors import UserError
+from videoqat.evaluation import fidelity, validation
+from videoqat.evaluation.curves import read_curves
+from videoqat.evaluation.layers import LayerErrors
+from videoqat.evaluation.report import write_report
+from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.generation.engine import Engine, VideoResult, check_size, choose_recipe
+from videoqat.provenance import device_name, provenance, versions
+from videoqat.recipes import get_recipe
+
+WARM_UP_STEPS = 3  # denoising steps of the untimed first video; its attention inputs are where errors per layer are measured
+
+
+@dataclass(frozen=True)
+class Task:
+    """One video to render: entry `entry` (its index), prompt `prompt` (its index), `seed`; `repeat` marks the reference's second rendering."""
+
+    entry: int
+    prompt: int
+    seed: int
+    repeat: bool = False
+
+    @property
+    def scene(self) -> str:
+        """What is equal for all entries: prompt and seed."""
+        return f"prompt{self.prompt:03d}-seed{self.seed}"
+
+
+def read_prompts(path: str | Path) -> list[str]:
+    """The prompts in a text file: one a line, `#` starts a comment line, empty lines don't count.
+
+    Raises:
+        UserError: not a text file in UTF-8, or no prompt in it.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompts={str(path)!r} can't be read as UTF-8 text: {error}") from error
+    prompts = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
+    if not prompts:
+        raise UserError(f"prompts={str(path)!r} holds no prompt; legal: one prompt a line, # starts a comment")
+    return prompts
+
+
+def _fingerprint(folder: str) -> dict[str, list[int]]:
+    """Size and modification time of every file in a folder: whether it is still the one that was measured, without reading its weights."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+
+
+def _settings(config: CompareConfig, prompts: list[str]) -> dict[str, Any]:
+    """Everything that results depend on, as JSON gives it back. Of the prompts the content counts, not where their file lies."""
+    device, dtype = config.runtime.resolve()
+    folders = sorted({entry.model for entry in config.entries} | ({config.validation_cache} if config.validation_cache else set()))
+    settings = {
+        **{key: value for key, value in to_dict(config).items() if key not in ("out", "prompts")},
+        "prompts": prompts,
+        "recipes": {entry.recipe: get_recipe(entry.recipe).to_dict() for entry in config.entries},
+        "files": {folder: _fingerprint(folder) for folder in folders},
+        "device": device_name(str(device)),
+        "dtype": str(dtype),
+        "versions": versions(),
+    }
+    loaded: dict[str, Any] = json.loads(json.dumps(settings))
+    return loaded
+
+
+def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """(dotted key, old value, new value) of the first place where two JSON values differ."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        pairs = [(f"{key}.{k}" if key else k, old.get(k), new.get(k)) for k in [*new, *(k for k in old if k not in new)]]
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        pairs = [(f"{key}[{i}]", a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))]
+    else:
+        return None if old == new else (key, old, new)
+    return next((found for found in (_first_difference(a, b, k) for k, a, b in pairs) if found), None)
+
+
+def _check_out(out: Path, settings: dict[str, Any]) -> None:
+    """Requires `out` to be new, empty, or an earlier comparison of the same settings."""
+    if not out.exists():
+        return
+    if not out.is_dir():
+        raise UserError(f"out={str(out)!r} is a file; legal: a new folder, or that of an earlier comparison with the same settings")
+    record = out / "settings.json"
+    if record.is_file():
+        difference = _first_difference(json.loads(record.read_text()), settings)
+        if difference:
+            key, old, new = difference
+            raise UserError(f"out={str(out)!r} holds a comparison with {key}={old!r}, not {new!r}; choose another out")
+    elif any(out.iterdir()):
+        raise UserError(f"out={str(out)!r} is not empty and holds no comparison; choose another out")
+
+
+def plan(config: CompareConfig) -> dict[str, Any]:
+    """What `compare(config)` would do, checked without loading weights.
+
+    Returns:
+        `entries` (name, model, recipe, the kernel that would serve it, warnings), `prompts`, `seeds`, `videos` (how many), `device`, `dtype`.
+
+    Raises:
+        UserError: whatever `compare` would refuse before it loads a model.
+    """
+    config.validate()
+    prompts = read_prompts(config.prompts)
+    device, dtype = config.runtime.resolve()
+    entries = []
+    for entry in config.entries:
+        size = check_size(entry.model, config.sampling)
+        recipe, warnings = choose_recipe(entry.model, entry.recipe)
+        kernel = config.runtime.kernel if recipe.is_quantised else "auto"
+        receipt = resolve(recipe, device, dtype, size["head_dim"], kernel).to_dict()
+        if entry.run:
+            read_curves(entry.run)
+        entries.append({"name": entry.name, "model": entry.model, "recipe": recipe.name, **size, "receipt": receipt, "warnings": warnings})
+    if config.validation_cache:
+        validation.check_cache(config.validation_cache, [entry.model for entry in config.entries])
+    _check_out(Path(config.out), _settings(config, prompts))
+    videos = (len(config.entries) + 1) * len(prompts) * len(config.seeds)
+    return {"entries": entries, "prompts": prompts, "seeds": list(config.seeds), "videos": videos, "device": str(device), "dtype": str(dtype)}
+
+
+class Comparison:
+    """The work of one `compare` call: what there is to do, what is done already (on disk), and how to do it."""
+
+    def __init__(self, config: CompareConfig) -> None:
+        self.config = config
+        self.out = Path(config.out)
+        self.prompts = read_prompts(config.prompts)
+        self.settings = _settings(config, self.prompts)
+        self.cache = CachedVideos(config.validation_cache) if config.validation_cache else None
+        scenes = [(prompt, seed) for prompt in range(len(self.prompts)) for seed in config.seeds]
+        self.tasks = [Task(i, prompt, seed) for i in range(len(config.entries)) for prompt, seed in scenes]
+        self.tasks += [Task(0, prompt, seed, repeat=True) for prompt, seed in scenes]
+        self.bar: Any = None
+
+    def _slug(self, index: int) -> str:
+        return f"{index}-" + re.sub(r"[^a-z0-9]+", "-", self.config.entries[index].name.lower()).strip("-")
+
+    def _part(self, name: str) -> Path:
+        return self.out / "parts" / name
+
+    def video(self, task: Task) -> Path:
+        """Where the task's video goes."""
+        return self.out / "videos" / f"{self._slug(task.entry)}-{task.scene}{'-again' if task.repeat else ''}.mp4"
+
+    def record(self, task: Task) -> Path:
+        """Where the task's timings and figures go; written last, so its presence says that the task is done."""
+        return self._part(self.video(task).with_suffix(".json").name)
+
+    def _reference(self, task: Task) -> Path:
+        return self._part(f"reference-{task.scene}.npz")
+
+    def _done(self, task: Task) -> bool:
+        return self.record(task).is_file() and self.video(task).is_file()
+
+    def missing(self) -> list[Task]:
+        """Videos still to be rendered. Fidelity needs the reference's frames as they were before compression, so it is rendered
+        again where another entry of its scene is missing and these frames aren't there."""
+        missing = [task for task in self.tasks if not self._done(task)]
+        scenes = {task.scene for task in missing}
+        again = [task for task in self.tasks if task.entry == 0 and not task.repeat and task.scene in scenes and not self._reference(task).is_file()]
+        return [task for task in self.tasks if task in missing or task in again]
+
+    def _layers(self, index: int) -> Path:
+        return self._part(f"{self._slug(index)}-layers.json")
+
+    def _losses(self, index: int) -> Path:
+        return self._part(f"{self._slug(index)}-losses.json")
+
+    def _unfinished(self, index: int, tasks: list[Task]) -> bool:
+        losses = self.cache is None or self._losses(index).is_file()
+        return not (losses and self._layers(index).is_file()) or any(task.entry == index for task in tasks)
+
+    def run(self) -> None:
+        """Renders and measures all that is missing. Each model folder is loaded once; the reference's comes first."""
+        tasks = self.missing()
+        if len(tasks) < len(self.tasks):
+            say(f"{len(self.tasks) - len(tasks)} of {len(self.tasks)} videos are there already under the same settings")
+        steps = self.config.sampling.num_inference_steps
+        with progress(total=len(tasks) * steps, desc="videos", unit="step") as self.bar:
+            for folder in dict.fromkeys(entry.model for entry in self.config.entries):
+                todo = [i for i, entry in enumerate(self.config.entries) if entry.model == folder and self._unfinished(i, tasks)]
+                if not todo:
+                    continue
+                say(f"loading {folder}")
+                engine = Engine(folder, self.config.runtime)
+                for index in todo:
+                    self._run_entry(engine, index, [task for task in tasks if task.entry == index])
+                del engine
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+    def _run_entry(self, engine: Engine, index: int, tasks: list[Task]) -> None:
+        entry = self.config.entries[index]
+        if tasks or not self._layers(index).is_file():
+            self.bar.set_description(f"{entry.name}: warm-up")
+            write_json(self._layers(index), self._warm_up(engine, entry))
+        for task in tasks:
+            self.bar.set_description(f"{entry.name}: prompt {task.prompt + 1} of {len(self.prompts)}, seed {task.seed}")
+            before = self.bar.n
+            result = self._render(
+                engine, entry, task.prompt, task.seed, on_step=lambda done, _, before=before: self.bar.update(before + done - self.bar.n)
+            )
+            self._keep(task, result, engine)
+        if self.cache is not None and not self._losses(index).is_file():
+            engine.install(get_recipe(entry.recipe))
+            values = validation.paired_losses(
+                engine.family,
+                engine.folder,
+                engine.transformers,
+                self.cache,
+                self.config.objective,
+                samples=validation.choose_samples(len(self.cache), self.config.validation_samples),
+                num_times=self.config.validation_timesteps,
+                desc=f"{entry.name}: validation loss",
+            )
+            write_json(self._losses(index), values.tolist())
+
+    def _render(self, engine: Engine, entry: CompareEntry, prompt: int, seed: int, on_step: Callable[..., None] | None = None) -> VideoResult:
+        return engine.generate(self.prompts[prompt], seed, self.config.sampling, entry.recipe, on_step=on_step)
+
+    def _warm_up(self, engine: Engine, entry: CompareEntry) -> dict[str, dict[str, float]]:
+        """A short untimed video, so that first-use costs (kernels, caches) are in no latency; meanwhile each quantised layer's error is measured."""
+        errors = LayerErrors(engine, get_recipe(entry.recipe))
+        sampling = dataclasses.replace(self.config.sampling, num_inference_steps=WARM_UP_STEPS)
+        with errors.watching():
+            engine.generate(self.prompts[0], self.config.seeds[0], sampling, errors.recipe)
+        return errors.means()
+
+    def _keep(self, task: Task, result: VideoResult, engine: Engine) -> None:
+        if task.entry == 0 and not task.repeat:
+            with atomic_path(self._reference(task)) as aside:
+                np.savez_compressed(aside, frames=result.frames)
+            against_first = None
+        else:
+            reference_FHWC: NDArray[np.uint8] = np.load(self._reference(task))["frames"]
+            against_first = fidelity.fidelity(reference_FHWC, result.frames)
+        write_video(self.video(task), result.frames, self.config.sampling.fps)
+        record = {
+            "entry": self.config.entries[task.entry].name,
+            "prompt": self.prompts[task.prompt],
+            "seed": task.seed,
+            "repeat": task.repeat,
+            "file": str(self.video(task).relative_to(self.out)),
+            "timings": result.timings,
+            "receipts": result.receipts,
+            "warnings": result.warnings,
+            "flicker": fidelity.flicker(result.frames),
+            "fidelity": against_first,
+            "commit": provenance(str(engine.device))["commit"],
+        }
+        write_json(self.record(task), record)
+
+    def report(self) -> dict[str, Any]:
+        """All measurements of a finished comparison as one JSON-able dict: what report.json holds."""
+        records = [json.loads(self.record(task).read_text()) for task in self.tasks]
+        names = [entry.name for entry in self.config.entries]
+        losses = {}
+        if self.cache is not None:
+            losses = {name: np.array(json.loads(self._losses(i).read_text())) for i, name in enumerate(names)}
+        summaries = validation.summarise(losses, names[0]) if losses else {}
+        entries = []
+        for index, entry in enumerate(self.config.entries):
+            mine = [r for r in records if r["entry"] == entry.name and not r["repeat"]]
+            flickers = [r["flicker"] for r in mine if r["flicker"] is not None]
+            entries.append(
+                {
+                    "name": entry.name,
+                    "model": entry.model,
+                    "recipe": get_recipe(entry.recipe).to_dict(),
+                    "receipts": _distinct([receipt for r in mine for receipt in r["receipts"]]),
+                    "latency": _latency(mine),
+                    "validation": {**summaries[entry.name], "losses": losses[entry.name].tolist()} if losses else None,
+                    "fidelity": fidelity.summarise([r["fidelity"] for r in mine]) if index else None,
+                    "flicker": statistics.fmean(flickers) if flickers else None,
+                    "layers": json.loads(self._layers(index).read_text()),
+                    "training": read_curves(entry.run) if entry.run else None,
+                    "warnings": list(dict.fromkeys(warning for r in mine for warning in r["warnings"])),
+                }
+            )
+        device, _ = self.config.runtime.resolve()
+        return {
+            "reference": names[0],
+            "prompts": self.prompts,
+            "seeds": list(self.config.seeds),
+            "entries": entries,
+            "floor": fidelity.summarise([r["fidelity"] for r in records if r["repeat"]]),
+            "videos": records,
+            "settings": {key: value for key, value in self.settings.items() if key != "files"},
+            "provenance": provenance(str(device)),
+            "commits": sorted({r["commit"] for r in records}),
+        }
+
+
+def _latency(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Median seconds over videos, by stage; `step_s` is the median over all denoising steps of all of them."""
+    timings = [record["timings"] for record in records]
+    stages = {stage: statistics.median(timing[stage] for timing in timings) for stage in ("text_s", "denoise_s", "vae_s", "total_s")}
+    return {**stages, "step_s": statistics.median(step for timing in timings for step in timing["steps_s"])}
+
+
+def _distinct(receipts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Receipts without their counts, each once."""
+    bare = [{key: value for key, value in receipt.items() if key != "calls"} for receipt in receipts]
+    return list({json.dumps(receipt, sort_keys=True): receipt for receipt in bare}.values())
+
+
+def compare(config: CompareConfig) -> dict[str, Any]:
+    """Renders, measures and reports; goes on where an interrupted comparison with the same settings stopped.
+
+    Returns:
+        What report.json holds (see `Comparison.report`), and `report_html`, `report_json`: where the two are.
+
+    Raises:
+        UserError: bad configuration or input, or `out` holds something else; nothing is overwritten.
+        NonFiniteVideo: an entry yields NaN or inf; what is finished stays.
+    """
+    plan(config)
+    out = writable_folder("out", config.out)
+    comparison = Comparison(config)
+    write_json(out / "settings.json", comparison.settings)
+    comparison.run()
+    report = comparison.report()
+    write_json(out / "report.json", report)
+    html = write_report(out)
+    for reference in (out / "parts").glob("reference-*.npz"):
+        reference.unlink()
+    say(f"report: {html}")
+    return {**report, "report_html": str(html), "report_json": str(out / "report.json")}

@@ -1,0 +1,97 @@
+"""How far one video is from another, frame by frame, and how much a video flickers.
+
+PSNR and SSIM say whether two samplers walked the same path, not which video is better: a tiny change in an early step leads to another video
+that may be just as good. Read them beside the floor, the reference rendered twice (`compare.py`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from videoqat.errors import DataError
+
+LUMA = np.array([0.2126, 0.7152, 0.0722], dtype=np.float64)  # ITU-R BT.709
+
+
+def _checked(frames_FHWC: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
+    if frames_FHWC.ndim != 4 or frames_FHWC.shape[-1] != 3 or frames_FHWC.dtype != np.uint8:
+        raise DataError(f"{name} has shape {frames_FHWC.shape} and dtype {frames_FHWC.dtype}; legal: (frames, height, width, 3) of uint8")
+    return frames_FHWC
+
+
+def flicker(frames_FHWC: NDArray[np.uint8]) -> float | None:
+    """Temporal flicker: the mean of |Y[t+1] - 2 Y[t] + Y[t-1]| over pixels and inner frames, Y being BT.709 luma in 8-bit levels (0 to 255).
+
+    The second difference is zero for a still picture and for brightness that rises or falls steadily, and largest where a pixel jumps up
+    and back. Textures in motion contribute too, so the number has meaning beside that of another video of the same prompt and seed.
+
+    Args:
+        frames_FHWC: uint8 (frames, height, width, 3).
+
+    Returns:
+        Levels, or None for fewer than three frames.
+    """
+    _checked(frames_FHWC, "the video")
+    if len(frames_FHWC) < 3:
+        return None
+    y_FHW = frames_FHWC.astype(np.float64) @ LUMA
+    return float(np.abs(y_FHW[2:] - 2 * y_FHW[1:-1] + y_FHW[:-2]).mean())
+
+
+def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8]) -> dict[str, Any]:
+    """PSNR (dB) and SSIM of each frame against the same frame of `reference_FHWC`.
+
+    SSIM is that of Wang et al. 2004 (Gaussian window of sd 1.5 pixels, 11 pixels wide), averaged over the colour channels.
+
+    Args:
+        reference_FHWC: uint8 (frames, height, width, 3), at least 11 pixels high and wide.
+        frames_FHWC: the same shape.
+
+    Returns:
+        `identical`: whether all frames are equal, bit for bit. `identical_frames`: how many are. `psnr`, `ssim`: lists with one number a
+        frame; PSNR of an identical frame is infinite, which is no JSON: None. `psnr_mean`, `psnr_min`: over the frames that differ, None if
+        there is none. `ssim_mean`, `ssim_min`: over all frames.
+
+    Raises:
+        DataError: shapes differ, or aren't those of two videos.
+    """
+    from skimage.metrics import peak_signal_noise_ratio, structural_similarity
+
+    _checked(reference_FHWC, "the reference")
+    _checked(frames_FHWC, "the video")
+    if reference_FHWC.shape != frames_FHWC.shape:
+        raise DataError(f"videos of shapes {reference_FHWC.shape} and {frames_FHWC.shape} can't be compared; legal: equal shapes")
+    psnr: list[float | None] = []
+    ssim: list[float] = []
+    for a_HWC, b_HWC in zip(reference_FHWC, frames_FHWC, strict=True):
+        same = np.array_equal(a_HWC, b_HWC)
+        psnr.append(None if same else float(peak_signal_noise_ratio(a_HWC, b_HWC, data_range=255)))
+        # Arguments as in Wang et al. 2004, the definition other people's figures refer to; scikit-image's defaults are a plain 7x7 window.
+        options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
+        ssim.append(1.0 if same else float(structural_similarity(a_HWC, b_HWC, channel_axis=-1, data_range=255, **options)))
+    differing = [value for value in psnr if value is not None]
+    return {
+        "identical": not differing,
+        "identical_frames": len(psnr) - len(differing),
+        "psnr": psnr,
+        "psnr_mean": float(np.mean(differing)) if differing else None,
+        "psnr_min": min(differing, default=None),
+        "ssim": ssim,
+        "ssim_mean": float(np.mean(ssim)),
+        "ssim_min": min(ssim),
+    }
+
+
+def summarise(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Many videos' `fidelity` as one line: means over videos, the worst frame of all, and how many videos are identical to their reference."""
+    means = [result["psnr_mean"] for result in results if result["psnr_mean"] is not None]
+    return {
+        "videos": len(results),
+        "identical_videos": sum(result["identical"] for result in results),
+        "psnr_mean": float(np.mean(means)) if means else None,
+        "psnr_min": min((result["psnr_min"] for result in results if result["psnr_min"] is not None), default=None),
+        "ssim_mean": float(np.mean([result["ssim_mean"] for result in results])),
+        "ssim_min": min(result["ssim_min"] for result in results),
+    }

@@ -1,0 +1,329 @@
+"""One video from one prompt.
+
+An `Engine` holds a diffusers pipeline and puts one recipe after another into its transformers; the sampling loop stays diffusers' own, so
+that with recipe `bf16` the frames are those of the stock pipeline, bit for bit. Stages are timed from outside, by wrapping the pipeline's
+`encode_prompt` and its VAE's `decode` for the length of one call.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from videoqat.attention.backends import record_receipts, resolve
+from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig, to_dict
+from videoqat.console import progress, say
+from videoqat.data.video_io import write_video
+from videoqat.errors import CheckpointError, UserError
+from videoqat.files import writable_folder, write_json
+from videoqat.models.install import install, installed_recipe
+from videoqat.models.spec import family_of, read_model_json, read_recipe
+from videoqat.provenance import provenance
+from videoqat.recipes import AttentionRecipe, get_recipe
+
+
+class NonFiniteVideo(RuntimeError):
+    """Sampling yielded NaN or inf. Names the stage (and the denoising step) at which it was first seen, the model and the recipe."""
+
+
+@dataclass
+class VideoResult:
+    """One generated video.
+
+    Attributes:
+        frames: uint8 (frames, height, width, 3).
+        timings: seconds. `text_s`: prompts to embeddings; `steps_s`: each denoising step (the first includes drawing the noise);
+            `denoise_s`: their sum; `vae_s`: latents to pixels; `total_s`: from prompt to uint8 frames on the host.
+        receipts: which attention kernels ran, and whether natively or emulated (`attention.backends.Receipt.to_dict`).
+        recipe: what was installed.
+        warnings: what a person should know before trusting this video; empty if nothing.
+    """
+
+    frames: NDArray[np.uint8]
+    timings: dict[str, Any]
+    receipts: list[dict[str, Any]]
+    recipe: AttentionRecipe
+    warnings: list[str]
+
+
+def choose_recipe(folder: str | Path, recipe: str | AttentionRecipe) -> tuple[AttentionRecipe, list[str]]:
+    """The recipe to install for the model in `folder`, and a warning if the checkpoint was trained for another one.
+
+    Args:
+        folder: a diffusers folder, with videoqat.json if videoqat exported it.
+        recipe: a recipe, its name or file, or `checkpoint`: the one in videoqat.json, `bf16` where there is none.
+    """
+    trained_for = read_recipe(folder)
+    if recipe == "checkpoint":
+        return trained_for or get_recipe("bf16"), []
+    chosen = get_recipe(recipe)
+    if trained_for is None or trained_for == chosen:
+        return chosen, []
+    detail = "" if trained_for.name != chosen.name else " (the same name, but other settings)"
+    return chosen, [f"{folder} was trained for recipe {trained_for.name} and runs here with recipe {chosen.name}{detail}"]
+
+
+def check_size(folder: str | Path, sampling: SamplingConfig) -> dict[str, Any]:
+    """Checks frames, height and width against the model in `folder` from its configuration alone, and says what they come to.
+
+    Returns:
+        `family`, `latent_shape` (C, F, H, W), `num_tokens` (video tokens in the transformer), `head_dim`.
+
+    Raises:
+        ConfigError: a size that the VAE and the patching can't take; legal neighbours are named.
+    """
+    family = family_of(folder)
+    size = (sampling.num_frames, sampling.height, sampling.width)
+    geometries = [family.geometry(folder, component) for component in family.components(folder)]
+    for geometry in geometries:
+        geometry.check_size("sampling", *size)
+    first = geometries[0]
+    return {
+        "family": family.name,
+        "latent_shape": list(first.latent_shape(*size)),
+        "num_tokens": first.num_tokens(*size),
+        "head_dim": first.head_dim,
+    }
+
+
+def text_tokens(folder: str | Path, sampling: SamplingConfig) -> int:
+    """To how many tokens the text is padded. Wan's cross-attention sees the padding, so it has to be as many as in training.
+
+    `sampling.max_text_tokens` where it isn't 0; else what videoqat.json says the checkpoint was trained with; else diffusers' 512.
+    """
+    if sampling.max_text_tokens:
+        return sampling.max_text_tokens
+    training = read_model_json(folder, "videoqat.json").get("training", {}) if (Path(folder) / "videoqat.json").is_file() else {}
+    return int(training.get("max_text_tokens", 512))
+
+
+def with_flow_shift(scheduler: Any, flow_shift: float) -> Any:
+    """A scheduler like `scheduler` (diffusers), its timesteps shifted towards noise by `flow_shift`: t -> s t / (1 + (s - 1) t).
+
+    Raises:
+        CheckpointError: a scheduler to which a flow shift means nothing, such as DDIM.
+    """
+    config = scheduler.config
+    if "flow_shift" in config and config.get("use_flow_sigmas"):
+        return type(scheduler).from_config(config, flow_shift=flow_shift, use_dynamic_shifting=False)
+    if "shift" in config:
+        return type(scheduler).from_config(config, shift=flow_shift, use_dynamic_shifting=False)
+    raise CheckpointError(
+        f"the folder's scheduler {type(scheduler).__name__} takes no flow shift; legal: FlowMatchEulerDiscreteScheduler, "
+        "or UniPCMultistepScheduler (and its like) with use_flow_sigmas"
+    )
+
+
+def doubts_about(frames_FHWC: NDArray[np.uint8]) -> list[str]:
+    """Warnings about finite frames that show nothing: all black, or one flat colour."""
+    flat = (frames_FHWC == frames_FHWC[:, :1, :1]).all(axis=(1, 2, 3))
+    black = frames_FHWC.max(axis=(1, 2, 3)) <= 1
+    found = []
+    if black.any():
+        found.append(f"{int(black.sum())} of {len(frames_FHWC)} frames are black")
+    if (flat & ~black).any():
+        found.append(f"{int((flat & ~black).sum())} of {len(frames_FHWC)} frames are one flat colour")
+    return found
+
+
+@contextlib.contextmanager
+def _watched(owner: Any, method: str, after: Callable[[float, float, Any], None], clock: Callable[[], float]) -> Iterator[None]:
+    """While open, every `owner.method(...)` is followed by `after(start, end, result)`; the result itself passes unchanged."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = clock()
+        result = original(*args, **kwargs)
+        after(start, clock(), result)
+        return result
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        delattr(owner, method)
+
+
+class Engine:
+    """A pipeline in memory that renders one video at a time, under any recipe, without being loaded again.
+
+    Args:
+        folder: a diffusers pipeline folder.
+        runtime: device, dtype and kernel.
+
+    Raises:
+        CheckpointError: the folder is torn, or of a family that isn't supported.
+        ConfigError: a device that isn't there.
+    """
+
+    def __init__(self, folder: str | Path, runtime: RuntimeConfig) -> None:
+        self.folder = Path(folder)
+        self.runtime = runtime
+        self.device, self.dtype = runtime.resolve()
+        self.family = family_of(folder)
+        self.pipeline = self.family.load_pipeline(folder, device=self.device, dtype=self.dtype)
+        self.pipeline.set_progress_bar_config(disable=True)
+        self.transformers: dict[str, torch.nn.Module] = {name: getattr(self.pipeline, name) for name in self.family.components(folder)}
+        self._said: set[str] = set()
+
+    def install(self, recipe: AttentionRecipe) -> dict[str, list[str]]:
+        """Puts `recipe` into every transformer; where it is in already, it stays, and with it whoever observes.
+
+        Returns:
+            Component -> names of the layers that the recipe quantises.
+        """
+        quantised = {}
+        for name, transformer in self.transformers.items():
+            if installed_recipe(transformer) != recipe:
+                install(transformer, recipe, kernel=self.runtime.kernel, family=self.family)
+            quantised[name] = [layer.name for layer in self.family.attention_layers(transformer) if recipe.covers(layer.kind, layer.index)]
+        return quantised
+
+    def _clock(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+    def _warn(self, warning: str) -> None:
+        if warning not in self._said:
+            self._said.add(warning)
+            say(f"warning: {warning}")
+
+    def generate(
+        self,
+        prompt: str,
+        seed: int,
+        sampling: SamplingConfig,
+        recipe: str | AttentionRecipe,
+        *,
+        on_step: Callable[[int, int], None] | None = None,
+    ) -> VideoResult:
+        """Renders one video.
+
+        Args:
+            prompt: what to show.
+            seed: of the initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
+            sampling: size, steps, guidance, flow shift.
+            recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
+            on_step: called with (steps done, steps in all) after each denoising step; what it raises ends the call.
+
+        Raises:
+            ConfigError: sizes the model can't do, or an unknown recipe.
+            AttentionError: the recipe can't run on this device, or not with the kernel asked for.
+            NonFiniteVideo: NaN or inf in latents or pixels.
+        """
+        check_size(self.folder, sampling)
+        chosen, warnings = choose_recipe(self.folder, recipe)
+        for warning in warnings:
+            self._warn(warning)
+        self.install(chosen)
+        # A scheduler keeps state between steps, and the one in the folder may carry another shift.
+        self.pipeline.scheduler = with_flow_shift(self.pipeline.scheduler, sampling.flow_shift)
+
+        text_s, vae_s = 0.0, 0.0
+        steps_s: list[float] = []
+        where = f"{self.folder} with recipe {chosen.name}, prompt {prompt!r}, seed {seed}"
+        step_start = started = self._clock()
+
+        def after_text(start: float, end: float, _: Any) -> None:
+            nonlocal text_s, step_start
+            text_s += end - start
+            step_start = end
+
+        def after_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal step_start
+            steps_s.append(self._clock() - step_start)
+            if not torch.isfinite(tensors["latents"]).all():
+                raise NonFiniteVideo(f"latents became NaN or inf in denoising step {step + 1} of {sampling.num_inference_steps}: {where}")
+            if on_step is not None:
+                on_step(step + 1, sampling.num_inference_steps)
+            step_start = self._clock()
+            return {}
+
+        def after_decode(start: float, end: float, decoded: Any) -> None:
+            nonlocal vae_s
+            vae_s += end - start
+            pixels = decoded[0] if isinstance(decoded, tuple) else decoded.sample
+            if not torch.isfinite(pixels).all():
+                raise NonFiniteVideo(f"the VAE decoded finite latents to NaN or inf: {where}")
+
+        with (
+            record_receipts() as receipts,
+            _watched(self.pipeline, "encode_prompt", after_text, self._clock),
+            _watched(self.pipeline.vae, "decode", after_decode, self._clock),
+        ):
+            output = self.pipeline(
+                prompt=prompt,
+                negative_prompt=sampling.negative_prompt,
+                height=sampling.height,
+                width=sampling.width,
+                num_frames=sampling.num_frames,
+                num_inference_steps=sampling.num_inference_steps,
+                guidance_scale=sampling.guidance_scale,
+                generator=torch.Generator("cpu").manual_seed(seed),
+                callback_on_step_end=after_step,
+                max_sequence_length=text_tokens(self.folder, sampling),
+                output_type="np",
+            )
+        frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
+        timings = {"text_s": text_s, "denoise_s": sum(steps_s), "steps_s": steps_s, "vae_s": vae_s, "total_s": self._clock() - started}
+        doubts = [f"{doubt}: {where}" for doubt in doubts_about(frames_FHWC)]
+        for doubt in doubts:
+            self._warn(doubt)
+        return VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts)
+
+
+def plan(config: GenerateConfig) -> dict[str, Any]:
+    """What `generate(config)` would do, checked without loading weights: recipe, sizes, tokens, device and the kernel that would serve.
+
+    Raises:
+        UserError: whatever `generate` would refuse before it loads the model.
+    """
+    config.validate()
+    size = check_size(config.model, config.sampling)
+    recipe, warnings = choose_recipe(config.model, config.recipe)
+    device, dtype = config.runtime.resolve()
+    # A kernel that is insisted on is meant for quantised layers (`models.install`).
+    receipt = resolve(recipe, device, dtype, size["head_dim"], config.runtime.kernel if recipe.is_quantised else "auto")
+    sidecar = Path(config.out).with_suffix(".json")
+    if sidecar.exists() and not config.overwrite:
+        raise UserError(f"out={config.out!r}: {sidecar} exists; legal: a name not taken yet, or overwrite=true")
+    return {**size, "recipe": recipe.to_dict(), "device": str(device), "dtype": str(dtype), "receipt": receipt.to_dict(), "warnings": warnings}
+
+
+def generate(config: GenerateConfig) -> dict[str, Any]:
+    """Writes one video to `config.out` (mp4), and a .json of the same name with all it takes to make it again and what really ran.
+
+    Returns:
+        What the .json holds: `video`, `config`, `recipe`, `receipts`, `timings`, `warnings`, `provenance`.
+
+    Raises:
+        UserError: bad configuration or input; nothing is written.
+        NonFiniteVideo: the model yielded NaN or inf; nothing is written.
+    """
+    planned = plan(config)
+    writable_folder("out", Path(config.out).parent)
+    engine = Engine(config.model, config.runtime)
+    with progress(total=config.sampling.num_inference_steps, desc="denoising", unit="step") as bar:
+        result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=lambda done, _: bar.update(done - bar.n))
+    record = {
+        "video": config.out,
+        "config": to_dict(config),
+        "recipe": result.recipe.to_dict(),
+        "receipts": result.receipts,
+        "timings": result.timings,
+        "warnings": result.warnings,
+        "num_tokens": planned["num_tokens"],
+        "max_text_tokens": text_tokens(config.model, config.sampling),
+        "dtype": planned["dtype"],
+        "provenance": provenance(str(engine.device)),
+    }
+    write_video(config.out, result.frames, config.sampling.fps)
+    write_json(Path(config.out).with_suffix(".json"), record)
+    return record
