@@ -1,0 +1,196 @@
+"""The house keeps its own rules: imports, sizes, documents that tell the truth, commands in the README that run."""
+
+import dataclasses
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from videoqat import __version__
+from videoqat.cli import build_parser
+from videoqat.commands import COMMANDS
+from videoqat.config import TrainConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+LONGEST_MODULE = 400
+
+
+def sources(*suffixes: str) -> list[Path]:
+    """Files of the project with one of `suffixes`, whether committed yet or not."""
+    folders = ("videoqat", "tests", "configs", "docs", ".ci", ".github")
+    found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return sorted(path for path in [*found, *ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"] if path.suffix in suffixes)
+
+
+def shell_lines(document: Path) -> list[str]:
+    """The commands in a document's ```sh blocks."""
+    blocks = re.findall(r"^```(?:sh|console|bash)\n(.*?)^```$", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def words(line: str) -> list[str]:
+    """A command's words, with the path that leads to the program cut off."""
+    program, *rest = shlex.split(line, comments=True)
+    return [program.removeprefix(".venv/bin/"), *rest]
+
+
+# Imports
+
+
+def test_imports_point_downwards():
+    lint = subprocess.run([str(Path(sys.executable).parent / "lint-imports"), "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert lint.returncode == 0, lint.stdout + lint.stderr
+
+
+def test_the_import_rule_sees_a_wrong_import(tmp_path: Path):
+    """The same contract over a small package with the same floors, one import of which points upwards."""
+    layers = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    package = tmp_path / "videoqat"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    for module in re.findall(r"\w+", " ".join(layers)):
+        (package / f"{module}.py").touch()
+    contract = (ROOT / "pyproject.toml").read_text().split("[tool.importlinter]")[1].split("[[tool.importlinter.contracts]]")
+    (tmp_path / "pyproject.toml").write_text("[tool.importlinter]" + "[[tool.importlinter.contracts]]".join(contract[:2]))
+    command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
+
+    def lint() -> int:
+        return subprocess.run(command, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, check=False).returncode
+
+    assert lint() == 0
+    (package / "attention.py").write_text("import videoqat.models\n")
+    assert lint() == 1
+    (package / "attention.py").write_text("")
+    (package / "unplaced.py").touch()
+    assert lint() == 1  # a new module must be given its place
+
+
+@pytest.mark.parametrize("program", ["import videoqat", "from videoqat.cli import build_parser; build_parser()"])
+def test_importing_the_program_is_light(program: str):
+    """`videoqat --help` has to answer at once, so nothing heavy may be on the way to it."""
+    heavy = ("torch", "deepspeed", "gradio", "transformers", "diffusers", "matplotlib", "skimage", "tensorboard", "imageio", "av")
+    script = f"{program}; import sys; print([name for name in {heavy!r} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+# Sizes and words
+
+
+def test_modules_fit_in_the_head():
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in sources(".py")}
+    assert {path: count for path, count in lines.items() if count > LONGEST_MODULE} == {}
+
+
+def test_nothing_is_left_for_later():
+    unfinished = re.compile("TO" + "DO|FIX" + "ME|X" + "XX")
+    found = [str(path) for path in sources(".py", ".md", ".yaml", ".yml", ".toml", ".j2", ".svg", "") if unfinished.search(path.read_text())]
+    assert found == []
+
+
+# Documents
+
+
+def heading_anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path):
+    broken = []
+    for target, _, anchor in re.findall(r"\]\(([^)\s#]*)(#([^)\s]*))?\)", document.read_text()):
+        if target.startswith(("http://", "https://")):
+            continue
+        path = (document.parent / target).resolve() if target else document
+        if not path.exists() or (anchor and anchor not in heading_anchors(path)):
+            broken.append(f"{target}#{anchor}")
+    assert broken == []
+
+
+def test_the_changelog_knows_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## \[{re.escape(__version__)}\] - \d{{4}}-\d\d-\d\d$", text, flags=re.MULTILINE)
+
+
+def test_the_architecture_page_shows_the_rule_that_is_enforced():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    ladder = re.search(r"## Who may import whom.*?```\n(.*?)```", page, flags=re.DOTALL)
+    assert ladder
+    shown = [set(re.findall(r"\w+", line)) for line in ladder[1].splitlines()]
+    layers = PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"]
+    assert shown == [set(re.findall(r"\w+", layer)) for layer in layers if layer != "__main__"]
+
+
+def test_the_architecture_page_names_every_part_of_the_package():
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "videoqat").iterdir() if not path.name.startswith("__")]
+    assert [part for part in parts if part not in page] == []
+
+
+def leaves(schema: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> default of every setting of a configuration dataclass."""
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(schema):
+        if field.default_factory is not dataclasses.MISSING:
+            found |= leaves(field.default_factory(), f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = field.default
+    return found
+
+
+def test_the_training_page_documents_the_settings_that_exist():
+    page = (ROOT / "docs" / "training.md").read_text()
+    documented: dict[str, str] = {}
+    for keys, default in re.findall(r"^\| (`[a-z].*?) \| (.*?) \|", page, flags=re.MULTILINE):
+        names = re.findall(r"`([\w.]+)`", keys)
+        group = names[0].rpartition(".")[0]
+        full = [name if "." in name or not group else f"{group}.{name}" for name in names]
+        values = [value.strip().strip("`") for value in default.split(",")]
+        documented |= dict(zip(full, values, strict=True))
+    settings = leaves(TrainConfig)
+    assert documented.keys() <= settings.keys()
+    unmentioned = [key for key in settings if not re.search(rf"`(\w+\.)?{key.rpartition('.')[2]}`", page)]
+    assert unmentioned == ["runtime.dtype"]  # in training it is float32 or refused
+    for key, value in documented.items():
+        default = settings[key]
+        told = {"???": "", False: "false"}.get(default, default)
+        assert (float(value) == float(told)) if isinstance(told, float) else (value == str(told)), key
+
+
+# Commands in the documents
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_in_documents_are_commands(document: Path):
+    """Each parses, and each `make` target exists. That the README's really run is tested in test_readme.py."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for line in shell_lines(document):
+        program, *rest = words(line)
+        if program == "make":
+            assert set(rest) <= targets, line
+        elif program == "videoqat":
+            arguments = build_parser().parse_args([word for word in rest if word != "..."])
+            assert arguments.name in COMMANDS, line
+        else:
+            assert program in ("python", "pre-commit", "echo", "tensorboard"), line
+
+
+def test_every_command_shows_an_example_that_parses():
+    for name, command in COMMANDS.items():
+        program, *rest = shlex.split(command.example)
+        assert program == "videoqat"
+        assert build_parser().parse_args(rest).name == name
+
+
+def test_ci_runs_what_the_readme_names():
+    readme = (ROOT / "README.md").read_text()
+    assert "make test" in readme
+    assert [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line.startswith("make ")] == ["make check", "make test"]
