@@ -98,6 +98,40 @@ def test_the_scale_is_the_rounded_one():
     assert fake_quantize(x, "nvfp4")[:2].tolist() == [6 * 1.125, 4 * 1.125]
 
 
+def test_elements_are_multiplied_by_the_reciprocal_and_not_divided():
+    """x = tie * s, for every scale and every tie of E2M1: x / s is the tie exactly, while x * fp32(1/s) is often just beside it."""
+    scales = torch.tensor(e4m3_table()[1:])[:, None]
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    x = torch.cat([6 * scales, ties * scales, -ties * scales, 0 * scales], dim=1)
+    expected_scales, expected_codes, _ = quantize_rows(x.numpy(), "nvfp4")
+    assert np.array_equal(expected_scales[:, 0], np.arange(1, 127))
+    assert ((x[:, 1:8] * scales.reciprocal()) != ties).sum() >= 50, "the difference has to show"
+    assert np.array_equal(quantize(x, "nvfp4").codes.numpy(), expected_codes)
+
+
+# In thousandths: blocks for which two scales are so close that rounding decides, with the divisor that wins under the defined order. Adding in
+# halves, or one by one, or in fp64, or with fused multiply-adds, picks another for at least one of them (named beside it).
+CLOSE_CALLS = [
+    ([884, 527, 486, 943, 368, -968, 474, 643, -171, -398, 561, -54, -748, 339, -568, 269], 6.0),  # halves, fp64
+    ([-806, 289, 316, -72, 486, 294, 977, 729, 35, 537, -124, -997, -632, -35, -375, 155], 4.0),  # halves
+    ([-382, -31, -327, -835, 312, 502, 640, -395, 401, 947, -76, -542, 420, -321, -931, 315], 6.0),  # one by one
+    ([358, -461, 118, -743, -824, 514, 173, 520, -7, 374, -502, -966, -610, -168, -19, -654], 5.6),  # one by one
+    ([-933, 158, -497, -876, -508, 735, 620, 2, -351, -497, 535, -242, -174, 951, 555, -116], 6.0),  # fp64
+    ([-544, -484, 96, -944, -395, -246, -131, 34, -620, -410, 275, 38, 641, -726, -556, 434], 6.0),  # fused
+    ([-910, -167, -586, -870, 686, -474, -383, 270, 931, 680, 130, 6, 385, -925, -895, -264], 4.0),  # fused
+]
+
+
+@pytest.mark.parametrize(("thousandths", "divisor"), CLOSE_CALLS)
+def test_the_order_of_adding_squared_errors_decides_close_calls(thousandths, divisor):
+    x = torch.tensor(thousandths) / 1000
+    searched = quantize(x, "nvfp4", -1, SEARCH)
+    assert searched.scales.tolist() == quantize(x, "nvfp4", -1, (divisor,)).scales.tolist()
+    assert searched.scales.tolist() == [quantize_block(list(x.numpy()), "nvfp4", SEARCH)[0]]
+    for axis, laid_out in ((0, x[:, None].expand(16, 3)), (1, x.expand(3, 16))):
+        assert torch.equal(quantize(laid_out, "nvfp4", axis, SEARCH).scales, searched.scales.expand(3, 1))
+
+
 def test_every_e4m3_scale_can_come_out_and_is_read_back():
     table = torch.tensor(e4m3_table())
     x = torch.zeros(127, 16)
