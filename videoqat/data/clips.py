@@ -13,7 +13,7 @@ an exception here but a `problem`, a line whose part before the colon is the rea
 import csv
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
-from videoqat.data.video_io import VideoReadError, iterate_frames, read_video, write_video
+from videoqat.data.video_io import Frame, VideoReadError, iterate_frames, read_video, write_video
 from videoqat.errors import DataError
 
 __all__ = ["ClipEntry", "ClipProblem", "decode_clip", "decode_to_bucket", "find_clips", "read_video", "reason", "write_video"]
@@ -164,23 +165,23 @@ def _csv_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
         raise DataError(f"{table} can't be read as CSV in UTF-8: {error}") from error
 
 
-def resample(frames: Iterator[tuple[float, float, np.ndarray]], fps: float, limit: int) -> Iterator[np.ndarray]:
+def resample(frames: Iterable[Frame], fps: float, limit: int) -> Iterator[Frame]:
     """At most `limit` frames at a constant `fps` from frames that come whenever they like.
 
     Frame n is what a viewer sees at n / fps seconds after the first frame: the latest frame whose time has come. The clip ends when its last
     frame's duration is over (where the container gives none: the distance to the frame before it).
     """
     count = 0
-    shown: np.ndarray | None = None
-    previous = end = 0.0
-    for time, duration, frame in frames:
-        while shown is not None and count < limit and count / fps + TIME_TOLERANCE < time:
+    shown: Frame | None = None
+    end = 0.0
+    for frame in frames:
+        while shown is not None and count < limit and count / fps + TIME_TOLERANCE < frame.time:
             yield shown
             count += 1
         if count == limit:
             return
-        end = time + (duration or time - previous)
-        shown, previous = frame, time
+        end = frame.time + (frame.duration or frame.time - (shown.time if shown else 0.0))
+        shown = frame
     # A lone frame without a duration is a still: it lasts for one frame.
     end = end or 1 / fps
     while shown is not None and count < limit and count / fps + TIME_TOLERANCE < end:
@@ -188,12 +189,13 @@ def resample(frames: Iterator[tuple[float, float, np.ndarray]], fps: float, limi
         count += 1
 
 
-def crop_resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
-    """The middle of `frame` (H, W, 3) uint8 in the aspect ratio of `height` x `width`, resized to it (bicubic, antialiased)."""
-    scale = max(height / frame.shape[0], width / frame.shape[1])
-    crop_h, crop_w = min(frame.shape[0], max(1, round(height / scale))), min(frame.shape[1], max(1, round(width / scale)))
-    top, left = (frame.shape[0] - crop_h) // 2, (frame.shape[1] - crop_w) // 2
-    cropped = np.ascontiguousarray(frame[top : top + crop_h, left : left + crop_w])
+def crop_resize(image: NDArray[np.uint8], height: int, width: int, pixel_aspect: float = 1.0) -> NDArray[np.uint8]:
+    """The middle of `image` (H, W, 3) in the shape of `height` x `width`, resized to it with square pixels (bicubic, antialiased)."""
+    rows, columns = image.shape[:2]
+    scale = max(height / rows, width / (columns * pixel_aspect))
+    crop_h, crop_w = min(rows, max(1, round(height / scale))), min(columns, max(1, round(width / scale / pixel_aspect)))
+    top, left = (rows - crop_h) // 2, (columns - crop_w) // 2
+    cropped = np.array(image[top : top + crop_h, left : left + crop_w])
     if cropped.shape[:2] == (height, width):
         return cropped
     pixels = torch.from_numpy(cropped).permute(2, 0, 1)[None]
@@ -201,8 +203,8 @@ def crop_resize(frame: np.ndarray, height: int, width: int) -> np.ndarray:
     return resized[0].permute(1, 2, 0).contiguous().numpy()
 
 
-def rank_buckets(buckets: Sequence[Bucket], height: int, width: int) -> list[Bucket]:
-    """The buckets whose aspect ratio is nearest to a clip of `height` x `width`, best first.
+def rank_buckets(buckets: Sequence[Bucket], height: float, width: float) -> list[Bucket]:
+    """The buckets whose aspect ratio is nearest to a clip of `height` x `width` square pixels, best first.
 
     Longer ones come first; of equal length the largest that needn't enlarge the clip, then the smallest.
     """
@@ -218,7 +220,7 @@ def rank_buckets(buckets: Sequence[Bucket], height: int, width: int) -> list[Buc
     return sorted(alike, key=order)
 
 
-def decode_to_bucket(path: str | Path, buckets: Sequence[Bucket], fps: float, engine: str | None = None) -> tuple[Bucket, np.ndarray]:
+def decode_to_bucket(path: str | Path, buckets: Sequence[Bucket], fps: float, engine: str | None = None) -> tuple[Bucket, NDArray[np.uint8]]:
     """The beginning of a clip in the bucket that suits it best (`rank_buckets`; the longest it can fill), and that bucket.
 
     Args:
@@ -234,15 +236,16 @@ def decode_to_bucket(path: str | Path, buckets: Sequence[Bucket], fps: float, en
         ClipProblem: `cannot decode: ...` or `too short: ...`.
     """
     ranked: list[Bucket] = []
-    kept: dict[tuple[int, int], list[np.ndarray]] = {}
-    last: np.ndarray | None = None
+    kept: dict[tuple[int, int], list[NDArray[np.uint8]]] = {}
+    last: Frame | None = None
+    longest = max(bucket[0] for bucket in buckets)
     try:
-        for frame in resample(iterate_frames(path, engine), fps, max(bucket[0] for bucket in buckets)):
+        for frame in resample(iterate_frames(path, engine, longest / fps), fps, longest):
             if not ranked:
-                ranked = rank_buckets(buckets, *frame.shape[:2])
+                ranked = rank_buckets(buckets, frame.image.shape[0], frame.image.shape[1] * frame.pixel_aspect)
                 kept = {bucket[1:]: [] for bucket in ranked}
             for size, frames in kept.items():
-                frames.append(frames[-1] if frame is last else crop_resize(frame, *size))
+                frames.append(frames[-1] if frame is last else crop_resize(frame.image, *size, frame.pixel_aspect))
             last = frame
             if len(frames) == ranked[0][0]:
                 break
@@ -256,7 +259,7 @@ def decode_to_bucket(path: str | Path, buckets: Sequence[Bucket], fps: float, en
     raise ClipProblem(f"too short: {count} frames at {fps:g} fps ({count / fps:.2f} s), needs {shortest} ({shortest / fps:.2f} s)")
 
 
-def decode_clip(path: str | Path, num_frames: int, fps: float, height: int, width: int, engine: str | None = None) -> np.ndarray:
+def decode_clip(path: str | Path, num_frames: int, fps: float, height: int, width: int, engine: str | None = None) -> NDArray[np.uint8]:
     """The first `num_frames` frames of a clip at `fps`, cropped in the middle and resized: uint8 (num_frames, height, width, 3).
 
     Raises:

@@ -1,8 +1,8 @@
 """Video files in and out, through PyAV or, where that is not installed, imageio-ffmpeg: the two engines that `imageio[pyav,ffmpeg]` brings.
 
 Both are used below imageio's plugins, because the plugins hide what matters here: each frame's time stamp on the way in, and the encoder's
-quality on the way out. Whichever engine reads, a frame comes as (time in seconds from the first frame, uint8 (H, W, 3) RGB, upright): the
-rotation that a phone writes into its file is applied, and the colour matrix that the file names is used.
+quality on the way out. Whichever engine reads, frames come in the order of their time stamps, in RGB by the colour matrix that the file names,
+and upright: the rotation that a phone writes into its file is applied.
 """
 
 import importlib.util
@@ -13,14 +13,32 @@ import subprocess
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from videoqat.errors import DataError, UserError
 from videoqat.files import atomic_path
 
 CRF = 14  # x264's constant rate factor: no visible loss, about 40 dB on the embedded set
 ENGINES = ("pyav", "ffmpeg")
+
+
+class Frame(NamedTuple):
+    """One decoded frame.
+
+    Attributes:
+        time: seconds since the first frame of the file.
+        duration: seconds the container gives the frame; 0.0 where it gives none.
+        image: uint8 (H, W, 3), RGB.
+        pixel_aspect: width of a pixel as a multiple of its height, as it is to be shown; 1.0 but for anamorphic video.
+    """
+
+    time: float
+    duration: float
+    image: NDArray[np.uint8]
+    pixel_aspect: float
 
 
 class VideoReadError(DataError):
@@ -40,10 +58,8 @@ def find_engine() -> str:
     raise UserError("no video engine is installed: pip install 'imageio[pyav]' or 'imageio[ffmpeg]'")
 
 
-def iterate_frames(path: str | Path, engine: str | None = None) -> Iterator[tuple[float, float, np.ndarray]]:
-    """Yields (time, duration, frame) of the first video stream in presentation order, decoding lazily: stop early and the rest is never decoded.
-
-    time: seconds since the first frame. duration: seconds the container gives the frame; 0.0 where it gives none. frame: uint8 (H, W, 3).
+def iterate_frames(path: str | Path, engine: str | None = None, seconds: float | None = None) -> Iterator[Frame]:
+    """The frames of the first video stream in presentation order; at least those of the first `seconds`, all if that is None.
 
     Raises:
         VideoReadError: not a video, no video stream, or damaged where it was read.
@@ -56,10 +72,10 @@ def iterate_frames(path: str | Path, engine: str | None = None) -> Iterator[tupl
     engine = engine or find_engine()
     if engine not in ENGINES:
         raise ValueError(f"engine {engine!r} is none of {', '.join(ENGINES)}")
-    yield from _pyav_frames(path) if engine == "pyav" else _ffmpeg_frames(path)
+    yield from _pyav_frames(path) if engine == "pyav" else _ffmpeg_frames(path, seconds)
 
 
-def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
+def _pyav_frames(path: Path) -> Iterator[Frame]:
     """Packets are decoded one by one because Theora's empty ones (the frame before stays) must be left out; the last, without dts, flushes."""
     import av
 
@@ -70,6 +86,7 @@ def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             promised = float(stream.duration * stream.time_base) if stream.duration and stream.time_base else 0.0
+            aspect = float(stream.sample_aspect_ratio or 1)
             start: float | None = None
             end = previous = 0.0
             packets = (packet for packet in container.demux(stream) if packet.size or packet.dts is None)
@@ -83,48 +100,42 @@ def _pyav_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
                 time = frame.time - start
                 end = time + (duration or time - previous)
                 previous = time
-                # np.rot90 turns counter-clockwise, as `rotation` counts.
-                yield time, duration, np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), round(frame.rotation / 90) % 4))
+                turns = round(frame.rotation / 90) % 4  # counter-clockwise, as np.rot90 turns
+                image = np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), turns))
+                yield Frame(time, duration, image, 1 / aspect if turns % 2 else aspect)
     except (av.FFmpegError, UnicodeError) as error:
         raise VideoReadError(getattr(error, "strerror", None) or str(error)) from error
     _check_complete(start is not None, end, promised)
 
 
-def _ffmpeg_frames(path: Path) -> Iterator[tuple[float, float, np.ndarray]]:
+def _ffmpeg_frames(path: Path, seconds: float | None) -> Iterator[Frame]:
     """Two passes: time stamps from ffmpeg's `showinfo`, then the frames themselves. Both in `passthrough`, so that they agree one to one."""
     import imageio_ffmpeg  # type: ignore[import-untyped]
 
+    # PyAV decodes only as far as somebody listens; ffmpeg must be told. One second more: some files' clocks start late.
+    limit = [] if seconds is None else ["-t", f"{seconds + 1:.3f}"]
     passthrough = ["-map", "0:v:0", "-fps_mode", "passthrough"]
-    probe = [
-        imageio_ffmpeg.get_ffmpeg_exe(),
-        "-hide_banner",
-        "-nostdin",
-        "-i",
-        str(path),
-        *passthrough,
-        "-vf",
-        "showinfo=checksum=0",
-        "-f",
-        "null",
-        "-",
-    ]
+    probe = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-nostdin", *limit, "-i", str(path), *passthrough]
+    probe += ["-vf", "showinfo=checksum=0", "-f", "null", "-"]
     done = subprocess.run(probe, capture_output=True, check=False)
     log = done.stderr.decode(errors="replace")
-    stamps = re.findall(r"Parsed_showinfo.*\bpts_time:\s*(-?[\d.]+|NOPTS).*?\bduration_time:\s*(-?[\d.]+|NOPTS)", log)
+    number = r"(-?[\d.]+|NOPTS)"
+    stamps = re.findall(rf"Parsed_showinfo.*\bpts_time:\s*{number}.*?\bduration_time:\s*{number}.*?\bsar:(\d+)/(\d+)", log)
     if not stamps:
         lines = [line for line in log.splitlines() if line.strip()]
         raise VideoReadError(lines[-1].strip() if lines else f"ffmpeg ended with code {done.returncode}")
-    if any(time == "NOPTS" for time, _ in stamps):
+    if any(time == "NOPTS" for time, *_ in stamps):
         raise VideoReadError("a frame carries no time stamp")
     if re.search(r"Invalid data found|error while decoding|corrupt decoded frame|Error submitting packet|partial file", log):
         raise VideoReadError("damaged: ffmpeg met invalid data")
     start = float(stamps[0][0])
-    frames = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24", output_params=passthrough)
+    frames = imageio_ffmpeg.read_frames(str(path), pix_fmt="rgb24", input_params=limit, output_params=passthrough)
     try:
         width, height = next(frames)["size"]
-        for time, duration in stamps:
-            frame = np.frombuffer(next(frames), dtype=np.uint8).reshape(height, width, 3)
-            yield float(time) - start, 0.0 if duration == "NOPTS" else float(duration), frame
+        for time, duration, sar_width, sar_height in stamps:
+            image = np.frombuffer(next(frames), dtype=np.uint8).reshape(height, width, 3)
+            aspect = int(sar_width) / int(sar_height) if int(sar_width) and int(sar_height) else 1.0
+            yield Frame(float(time) - start, 0.0 if duration == "NOPTS" else float(duration), image, aspect)
     except (OSError, RuntimeError, StopIteration) as error:
         raise VideoReadError(f"ffmpeg: {error}") from error
     finally:
@@ -146,10 +157,10 @@ def read_video(path: str | Path, engine: str | None = None) -> tuple[np.ndarray,
         VideoReadError: the file can't be decoded, or its frames change size.
     """
     times, frames = [], []
-    for time, _, frame in iterate_frames(path, engine):
-        times.append(time)
-        frames.append(frame)
-    if len({frame.shape for frame in frames}) > 1:
+    for frame in iterate_frames(path, engine):
+        times.append(frame.time)
+        frames.append(frame.image)
+    if len({image.shape for image in frames}) > 1:
         raise VideoReadError("the frames change size")
     return np.stack(frames), np.array(times)
 
