@@ -315,6 +315,7 @@ class CompareConfig:
                 existing(f"entries[{i}].run", entry.run, folder=True)
         existing("prompts", self.prompts)
         require(len(self.seeds) > 0, "seeds", self.seeds, "one or more integers")
+        require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "seeds that differ")
         if self.validation_cache:
             existing("validation_cache", self.validation_cache, folder=True)
         for key in ("validation_samples", "validation_timesteps"):
