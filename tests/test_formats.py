@@ -103,10 +103,11 @@ def test_elements_are_multiplied_by_the_reciprocal_and_not_divided():
     scales = torch.tensor(e4m3_table()[1:])[:, None]
     ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
     x = torch.cat([6 * scales, ties * scales, -ties * scales, 0 * scales], dim=1)
-    expected_scales, expected_codes, _ = quantize_rows(x.numpy(), "nvfp4")
+    expected_scales, expected_codes, expected_values = quantize_rows(x.numpy(), "nvfp4")
     assert np.array_equal(expected_scales[:, 0], np.arange(1, 127))
     assert ((x[:, 1:8] * scales.reciprocal()) != ties).sum() >= 50, "the difference has to show"
     assert np.array_equal(quantize(x, "nvfp4").codes.numpy(), expected_codes)
+    assert_same(fake_quantize(x, "nvfp4"), torch.from_numpy(expected_values).float())
 
 
 # In thousandths: blocks for which two scales are so close that rounding decides, with the divisor that wins under the defined order. Adding in
