@@ -41,3 +41,18 @@ def _build_tiny(tmp_path_factory: pytest.TempPathFactory, two_transformers: bool
     folder = tmp_path_factory.mktemp("tiny") / "pipeline"
     build_pipeline(ExampleModelConfig(out=str(folder), num_layers=2, two_transformers=two_transformers))
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_cache(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path) -> Path:
+    """A cache of six moving garments, 5x32x32 (32 tokens), texts of at most 16 tokens; also right for `tiny_pipeline_pair`. Shared: don't change it."""
+    from videoqat.config import ExampleClipsConfig, ModelConfig, PreprocessConfig
+    from videoqat.data.moving_garments import write_clips
+    from videoqat.data.precompute import preprocess
+
+    folder = tmp_path_factory.mktemp("tiny_cache")
+    clips, cache = str(folder / "clips"), folder / "cache"
+    write_clips(ExampleClipsConfig(out=clips, num_clips=6, num_frames=5, size=32))
+    model = ModelConfig(path=str(tiny_pipeline))
+    preprocess(PreprocessConfig(model=model, source=clips, out=str(cache), buckets=["5x32x32"], max_text_tokens=16))
+    return cache

@@ -197,7 +197,10 @@ class LoopConfig:
 
 @dataclass
 class TrainConfig:
-    """Fine-tuning with attention quantised by `recipe` (bf16: plain fine-tuning)."""
+    """Fine-tuning with attention quantised by `recipe` (bf16: plain fine-tuning).
+
+    SIGTERM, SIGINT or SIGUSR1 let the running step finish and be saved; the exit code is then 75, and the same command continues.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: str = MISSING  # what preprocess wrote

@@ -1,0 +1,176 @@
+"""Export: a diffusers folder whose transformer is the trained one, number for number, and which says what it was trained for."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import tiny_config
+from safetensors.torch import load_file, save_file
+
+from videoqat.config import ExportConfig
+from videoqat.errors import CheckpointError, UserError
+from videoqat.models.spec import read_recipe
+from videoqat.recipes import RECIPES
+from videoqat.training import export as module
+from videoqat.training import state
+from videoqat.training.export import export, plan
+from videoqat.training.trainer import train
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def run(tiny_pipeline: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps with an EMA."""
+    out = tmp_path_factory.mktemp("export") / "run"
+    train(tiny_config(tiny_pipeline, tiny_cache, out, train__steps=2, train__save_every=1, optimizer__ema_decay=0.5))
+    return out
+
+
+def stored(checkpoint: Path, part: str, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    tensors = {part: {name: torch.zeros(tensor.shape) for name, tensor in like.items()}}
+    state.load(checkpoint, tensors)
+    return tensors[part]
+
+
+@pytest.mark.parametrize("weights", ["auto", "ema", "raw"])
+def test_export_round_trip(run: Path, tiny_pipeline: Path, tmp_path: Path, weights: str) -> None:
+    out = tmp_path / "out"
+    result = export(ExportConfig(run=str(run), out=str(out), weights=weights))
+    exported, base = (load_file(folder / "transformer" / WEIGHTS) for folder in (out, tiny_pipeline))
+    assert exported.keys() == base.keys()  # no wrapper's prefix
+    part = "model" if weights == "raw" else "ema"
+    for name, tensor in stored(run / "checkpoints/step-000002", part, base).items():
+        assert torch.equal(exported[name], tensor), name
+        assert exported[name].dtype == base[name].dtype
+    assert any(not torch.equal(exported[name], base[name]) for name in base)
+    assert (result["weights"], result["steps"], result["tensors"]) == ("raw" if weights == "raw" else "ema", 2, len(base))
+    assert read_recipe(out) == RECIPES["attn_qat"]
+    record = json.loads((out / "videoqat.json").read_text())
+    assert record["provenance"]["versions"]["torch"] == torch.__version__
+    assert record["training"]["steps"] == 2
+    assert record["training"]["config"]["optimizer"]["ema_decay"] == 0.5
+    assert record["training"]["loss"] == state.read_meta(run / "checkpoints/step-000002")["loss"]
+    # All else is the base's, as files of its own.
+    others = {p.relative_to(tiny_pipeline) for p in tiny_pipeline.rglob("*") if p.is_file() and p.parent.name != "transformer"}
+    assert {p.relative_to(out) for p in out.rglob("*") if p.is_file() and p.parent.name != "transformer"} == others | {Path("videoqat.json")}
+    for path in others:
+        assert (out / path).read_bytes() == (tiny_pipeline / path).read_bytes()
+        assert (out / path).stat().st_nlink == 1
+        assert not (out / path).is_symlink()
+
+
+def test_an_older_checkpoint_can_be_exported_by_path(run: Path, tiny_pipeline: Path, tmp_path: Path) -> None:
+    checkpoint = run / "checkpoints/step-000001"
+    assert plan(ExportConfig(run=str(run), checkpoint=str(checkpoint), out=str(tmp_path / "out")))["steps"] == 1
+    assert not (tmp_path / "out").exists()
+    export(ExportConfig(run=str(run), checkpoint=str(checkpoint), out=str(tmp_path / "out"), weights="raw"))
+    exported = load_file(tmp_path / "out/transformer" / WEIGHTS)
+    for name, tensor in stored(checkpoint, "model", exported).items():
+        assert torch.equal(exported[name], tensor), name
+
+
+def test_the_base_models_dtypes_stay(tiny_pipeline: Path, tiny_cache: Path, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    path = base / "transformer" / WEIGHTS
+    tensors = load_file(path)
+    half = {name: tensor.bfloat16() if "attn1.to" in name else tensor for name, tensor in tensors.items()}
+    save_file(half, path, metadata={"format": "pt"})
+    out = tmp_path / "run"
+    train(tiny_config(base, tiny_cache, out, train__steps=1, from_scratch=False))
+    export(ExportConfig(run=str(out), out=str(tmp_path / "out")))
+    exported = load_file(tmp_path / "out/transformer" / WEIGHTS)
+    assert {name: tensor.dtype for name, tensor in exported.items()} == {name: tensor.dtype for name, tensor in half.items()}
+    for name, tensor in stored(out / "checkpoints/step-000001", "model", exported).items():
+        assert torch.equal(exported[name], tensor.to(exported[name].dtype))
+
+
+def test_of_a_pair_the_other_transformer_stays_and_each_recipe_is_noted(
+    tiny_pipeline_pair: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tiny_pipeline_pair
+    for component, recipe in (("transformer_2", "attn_qat_search"), ("transformer", "attn_qat")):
+        before = {name: load_file(folder / name / WEIGHTS) for name in ("transformer", "transformer_2")}
+        run, out = tmp_path / f"run_{component}", tmp_path / f"out_{component}"
+        train(tiny_config(folder, tiny_cache, run, model__component=component, recipe=recipe, train__steps=1, from_scratch=False))
+        export(ExportConfig(run=str(run), out=str(out)))
+        for name, tensors in before.items():
+            after = load_file(out / name / WEIGHTS)
+            assert all(torch.equal(after[key], tensors[key]) for key in tensors) == (name != component)
+        folder = out
+    record = json.loads((folder / "videoqat.json").read_text())
+    assert {name: entry["recipe"]["name"] for name, entry in record["components"].items()} == {
+        "transformer": "attn_qat",
+        "transformer_2": "attn_qat_search",
+    }
+    assert record["training"]["base_training"]["component"] == "transformer_2"
+    assert "were trained for different recipes" in capsys.readouterr().err
+
+
+def test_the_pipeline_loads_and_generates_with_the_exported_weights(run: Path, tmp_path: Path) -> None:
+    from videoqat.models.spec import family_of
+
+    out = tmp_path / "out"
+    export(ExportConfig(run=str(run), out=str(out)))
+    pipeline = family_of(out).load_pipeline(out, device="cpu", dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    frames = pipeline("a bag moves up", num_frames=5, height=32, width=32, num_inference_steps=2, output_type="np", guidance_scale=1.0).frames
+    assert frames.shape == (1, 5, 32, 32, 3)
+
+
+def refuse(config: ExportConfig, message: str) -> None:
+    for command in (export, plan):
+        with pytest.raises(UserError, match=message):
+            command(config)
+
+
+def test_what_can_not_be_exported_is_one_line_and_nothing_is_written(run: Path, tiny_pipeline: Path, tiny_cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "there").mkdir()
+    refuse(ExportConfig(run=str(run), out=str(tmp_path / "there")), "^out='.*there' is not legal; legal: a folder that is not there yet")
+    refuse(ExportConfig(run=str(tmp_path), out=str(out)), "holds no whole checkpoint")
+    torn = tmp_path / "torn/checkpoints/step-000002"
+    shutil.copytree(run / "checkpoints/step-000002", torn)
+    (torn / "__0_0.distcp").unlink()
+    refuse(ExportConfig(run=str(tmp_path / "torn"), out=str(out)), "holds no whole checkpoint")
+    refuse(ExportConfig(run=str(run), checkpoint=str(torn), out=str(out)), "step-000002 is not a whole checkpoint: __0_0.distcp is missing")
+
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipeline, base)
+    train(tiny_config(base, tiny_cache, tmp_path / "other", train__steps=1, from_scratch=False))
+    other = ExportConfig(run=str(tmp_path / "other"), out=str(out), weights="ema")
+    refuse(other, "weights='ema' is not legal; legal: auto or raw: this run kept no EMA")
+    other.weights = "auto"
+    tensors = load_file(base / "transformer" / WEIGHTS)
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, base / "transformer" / WEIGHTS, metadata={"format": "pt"})
+    refuse(other, r"base is no longer the model that .*step-000001 was trained from: its transformer differs")
+    shutil.rmtree(base)
+    refuse(other, "was trained from .*base, which is not there any more")
+    assert not out.exists()
+    assert not list(tmp_path.glob(".out*"))
+
+
+def test_an_export_that_reads_back_wrong_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = module._trained_transformer
+
+    def tampering(source: Any) -> Any:
+        transformer = written(source)
+        save = transformer.save_pretrained
+
+        def save_other(folder: Path) -> None:
+            save(folder)
+            tensors = load_file(folder / WEIGHTS)
+            tensors["blocks.1.attn1.to_q.bias"][3] += 1e-3
+            save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+        transformer.save_pretrained = save_other
+        return transformer
+
+    monkeypatch.setattr(module, "_trained_transformer", tampering)
+    with pytest.raises(CheckpointError, match=r"export failed: blocks.1.attn1.to_q.bias read back"):
+        export(ExportConfig(run=str(run), out=str(tmp_path / "out")))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,465 @@
+"""The training loop on a tiny real pipeline and cache: it learns, it doesn't depend on how samples are batched, and it resumes bit for bit."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.training import tiny_config
+from torch import nn
+
+from videoqat.config import OptimizerConfig
+from videoqat.errors import CheckpointError, ConfigError, UserError
+from videoqat.training import state, trainer
+from videoqat.training.job import check
+from videoqat.training.optim import make_optimizer
+from videoqat.training.runlog import only_run, read_log
+from videoqat.training.trainer import Run, load_batch, train
+
+
+@pytest.fixture
+def make(tiny_pipeline: Path, tiny_cache: Path, tmp_path: Path) -> Any:
+    """make(name, **changes): a configuration whose `out` is tmp_path / name."""
+
+    def build(name: str, **changes: Any) -> Any:
+        return tiny_config(tiny_pipeline, tiny_cache, tmp_path / name, **changes)
+
+    return build
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its flat key."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in metadata.items()}
+    state.load(checkpoint, found)
+    return found
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Same losses at every step and the same bits in the last checkpoint."""
+    rows, expected = ([(r["step"], r["epoch"], r["loss"], r["grad_norm"], r["lr"]) for r in read_log(p / "log.jsonl")] for p in (ours, theirs))
+    assert rows == expected
+    mine, other = (stored(state.whole(p / "checkpoints")[-1]) for p in (ours, theirs))
+    assert mine.keys() == other.keys()
+    for key, tensor in mine.items():
+        assert torch.equal(tensor, other[key]), key
+
+
+def test_loss_falls_on_a_fixed_set(make: Any) -> None:
+    config = make("run", train__steps=60, train__batch_size=6, objective__caption_dropout=0.0, objective__logit_std=0.2, optimizer__warmup_steps=5)
+    result = train(config)
+    losses = [row["loss"] for row in read_log(Path(config.out) / "log.jsonl")]
+    assert losses[0] == pytest.approx(2.0, abs=1.2)  # an output of zero: E (noise - x0)^2
+    assert sum(losses[-5:]) / 5 < 0.75 * losses[0]
+    assert result["steps"] == 60
+    assert result["last_loss"] == losses[-1]
+    assert result["mean_loss_last"] == pytest.approx(sum(losses[-50:]) / 50)
+
+
+def test_batch_of_two_equals_two_accumulated_batches_of_one(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Batches of one come in an order of their own, so both layouts are given the same pairs.
+    pairs = [[0, 3], [5, 1], [2, 4]]
+
+    def batch(self: Any, index: int) -> tuple[int, list[int]]:
+        samples = [pairs[index % 3]] if self.batch_size == 2 else [[i] for pair in pairs for i in pair]
+        return (0, samples[0]) if self.batch_size == 2 else (0, samples[index % 6])
+
+    monkeypatch.setattr("videoqat.data.dataset.BatchOrder.batch", batch)
+    losses, weights = {}, {}
+    for name, size, accumulation in (("together", 2, 1), ("accumulated", 1, 2)):
+        config = make(name, train__batch_size=size, train__accumulation=accumulation, train__steps=3, optimizer__clip_norm=0.5, optimizer__eps=1e-3)
+        train(config)
+        rows = read_log(Path(config.out) / "log.jsonl")
+        losses[name] = [value for row in rows for value in (row["loss"], row["grad_norm"])]
+        weights[name] = stored(state.whole(Path(config.out) / "checkpoints")[-1])
+    assert losses["together"] == pytest.approx(losses["accumulated"], rel=2e-6)
+    for key, tensor in weights["together"].items():
+        torch.testing.assert_close(tensor, weights["accumulated"][key], rtol=2e-5, atol=1e-6, msg=key)
+
+
+def test_the_logged_norm_is_before_clipping_and_clipping_bounds_the_step(make: Any) -> None:
+    free, clipped = make("free", train__steps=1, optimizer__clip_norm=1e6), make("clipped", train__steps=1, optimizer__clip_norm=1e-3)
+    train(free)
+    train(clipped)
+    norms = [read_log(Path(c.out) / "log.jsonl")[0]["grad_norm"] for c in (free, clipped)]
+    assert norms[0] == norms[1] > 1e-2
+    # The first moment after one step is (1 - beta1) times the clipped gradient.
+    moments = [value for key, value in stored(Path(clipped.out) / "checkpoints/step-000001").items() if key.endswith("exp_avg")]
+    assert torch.cat([m.flatten() for m in moments]).norm().item() == pytest.approx(0.1 * 1e-3, rel=1e-3)
+
+
+# Six samples, two accumulated batches of one: an epoch is three steps.
+STOPS = {"in the middle of an epoch": [2], "at an epoch's end": [3], "twice in a row": [1, 5]}
+
+
+@pytest.mark.parametrize("name", STOPS)
+def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(make: Any, name: str, monkeypatch: pytest.MonkeyPatch, whole_run: Path) -> None:
+    for stop in STOPS[name]:
+        stop_at(monkeypatch, stop)
+        stopped = train(make("parts", **RESUMED))
+        assert (stopped["exit_code"], stopped["stopped_by"], stopped["steps"]) == (75, "SIGTERM", stop)
+    monkeypatch.undo()
+    result = train(make("parts", **RESUMED))
+    assert result["resumed_from"].endswith(f"step-{STOPS[name][-1]:06d}")
+    assert "exit_code" not in result
+    assert_same_run(Path(make("parts").out), whole_run)
+    sessions = json.loads((Path(make("parts").out) / "provenance.json").read_text())["sessions"]
+    assert [s["first_step"] for s in sessions] == [1, *(stop + 1 for stop in STOPS[name])]
+
+
+RESUMED = {"train__steps": 7, "train__accumulation": 2, "optimizer__ema_decay": 0.8, "recipe": "attn_qat_search", "optimizer__schedule": "cosine"}
+
+
+@pytest.fixture(scope="module")
+def whole_run(tiny_pipeline: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven steps without a stop."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    train(tiny_config(tiny_pipeline, tiny_cache, out, **RESUMED))
+    assert [row["epoch"] for row in read_log(out / "log.jsonl")] == [0, 0, 0, 1, 1, 1, 2]
+    return out
+
+
+@pytest.mark.parametrize("damage", ["killed after the last save", "newest torn"])
+def test_after_a_kill_the_log_has_every_step_once(make: Any, damage: str, capsys: pytest.CaptureFixture[str], whole_run: Path) -> None:
+    """What a kill -9 leaves: rows and TensorBoard events of steps that no checkpoint has, half a line, a `.partial` folder."""
+    config = make("run", **RESUMED, train__save_every=2, train__keep_last=3)
+    out = Path(config.out)
+    train(config)
+    shutil.rmtree(out / "checkpoints/step-000007")  # as if killed before the last save
+    (out / "checkpoints/.step-000007.partial").mkdir()
+    with open(out / "log.jsonl", "a") as file:
+        file.write('{"step": 8, "lo')
+    resumed = 6
+    if damage == "newest torn":
+        os.truncate(out / "checkpoints/step-000006/__0_0.distcp", 1000)
+        resumed = 4
+    result = train(config)
+    assert result["resumed_from"].endswith(f"step-00000{resumed}")
+    said = capsys.readouterr().err
+    assert f"resuming from {out}/checkpoints/step-00000{resumed}" in said
+    assert ("step-000006 is newer but not whole, so it is passed over: __0_0.distcp has 1000 bytes" in said) == (damage == "newest torn")
+    assert not list((out / "checkpoints").glob(".*"))
+    assert_same_run(out, whole_run)
+    assert [event.step for event in scalars(out, "train/loss")] == list(range(1, 8))
+
+
+def scalars(out: Path, tag: str) -> list[Any]:
+    """TensorBoard's events, as TensorBoard shows them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(out / "tensorboard"))
+    board.Reload()
+    return list(board.Scalars(tag))
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Sends this process SIGTERM during `step`, as a scheduler does."""
+    original = trainer._step
+
+    def stepping(run: Run, number: int) -> dict[str, Any]:
+        if number == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(run, number)
+
+    monkeypatch.setattr(trainer, "_step", stepping)
+
+
+def test_resume_never_refuses_to_overwrite(make: Any, whole_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "run")
+
+    def times() -> dict[Path, int]:
+        return {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*") if p.name != ".lock"}
+
+    before = times()
+    with pytest.raises(UserError, match=r"^train.resume=never, but .*/run/checkpoints holds step-000007; choose another out, or"):
+        train(make("run", **RESUMED, train__resume="never"))
+    assert times() == before
+
+
+def test_resume_from_a_path_into_another_folder(make: Any, whole_run: Path, tmp_path: Path) -> None:
+    checkpoint = str(whole_run / "checkpoints/step-000007")
+    config = make("branch", **RESUMED | {"train__steps": 8, "optimizer__schedule": "cosine"}, train__resume=checkpoint)
+    assert train(config)["resumed_from"] == checkpoint
+    assert [row["step"] for row in read_log(Path(config.out) / "log.jsonl")] == [8]
+    with pytest.raises(UserError, match="holds step-000008, which would be overwritten"):
+        train(config)
+
+
+def test_two_trainings_do_not_share_a_folder(make: Any) -> None:
+    config = make("run")
+    Path(config.out).mkdir()
+    with only_run(Path(config.out)), pytest.raises(UserError, match="run': another training is at work in this folder"):
+        train(config)
+    assert sorted(p.name for p in Path(config.out).iterdir()) == [".lock"]
+
+
+class PartlyUsed(nn.Module):
+    """A parameter that never gets a gradient has no moments, and is none the worse for a resume."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(2, 1), nn.Linear(2, 1)
+
+
+def test_parameters_without_gradient_survive_a_resume(tmp_path: Path) -> None:
+    def steps(run: Run, count: int) -> None:
+        for _ in range(count):
+            run.optimizer.zero_grad()
+            run.transformer.used(torch.ones(1, 2)).square().sum().backward()  # type: ignore[operator]
+            run.optimizer.step()
+
+    def fresh() -> Run:
+        torch.manual_seed(0)
+        model = PartlyUsed()
+        return Run(None, model, [], make_optimizer(OptimizerConfig(lr=0.1), model.parameters()), None)  # type: ignore[arg-type]
+
+    whole, first, second = fresh(), fresh(), fresh()
+    steps(whole, 4)
+    steps(first, 2)
+    checkpoint = state.save(tmp_path, 2, first.tensors(), {"step": 2}, 1)
+    trainer._restore(second, checkpoint)
+    steps(second, 2)
+    for name, parameter in whole.transformer.named_parameters():
+        assert torch.equal(parameter, second.transformer.get_parameter(name)), name
+
+
+def test_a_finished_run_is_not_run_again(make: Any, whole_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "run")
+    result = train(make("run", **RESUMED))
+    assert result["steps"] == 7
+    assert result["receipts"] == []
+    assert_same_run(tmp_path / "run", whole_run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"recipe": "bf16"}, r"recipe 'attn_qat_search', not 'bf16'"),
+        ({"objective__flow_shift": 5.0}, r"objective.flow_shift=3.0, not 5.0"),
+        ({"train__accumulation": 1}, r"train.accumulation=2, not 1"),
+        ({"from_scratch": False}, r"model .*from_scratch=True, not False"),
+    ],
+)
+def test_resuming_under_other_settings_is_refused(make: Any, whole_run: Path, tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+    (tmp_path / "run").symlink_to(whole_run)
+    with pytest.raises(CheckpointError, match=f"step-000007 was trained with another setting and can't be resumed: it has {named}"):
+        train(make("run", **RESUMED | changes))
+
+
+def test_resuming_with_another_model_is_refused(make: Any, whole_run: Path, tmp_path: Path, tiny_pipeline: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pipeline, other)
+    config = json.loads((other / "transformer/config.json").read_text())
+    (other / "transformer/config.json").write_text(json.dumps(config | {"num_layers": 1}))
+    (tmp_path / "run").symlink_to(whole_run)
+    with pytest.raises(CheckpointError, match=r"it has model .*pipeline \(\w{12}\), not .*other \(\w{12}\)"):
+        train(make("run", **RESUMED, model__path=str(other)))
+
+
+def test_all_torn_is_said_and_nothing_is_overwritten(make: Any, whole_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole_run, tmp_path / "run")
+    (tmp_path / "run/checkpoints/step-000007/COMMITTED").unlink()
+    with pytest.raises(UserError, match=r"checkpoints holds no whole checkpoint \(step-000007: it has no COMMITTED file\)"):
+        train(make("run", **RESUMED))
+
+
+def test_a_checkpoint_that_is_torn_is_refused_by_path(make: Any, whole_run: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "step-000007"
+    shutil.copytree(whole_run / "checkpoints/step-000007", torn)
+    os.truncate(torn / ".metadata", 10)
+    with pytest.raises(CheckpointError, match=r"step-000007 is not a whole checkpoint: .metadata has 10 bytes"):
+        train(make("run", **RESUMED, train__resume=str(torn)))
+
+
+def test_what_a_run_writes(whole_run: Path) -> None:
+    assert {p.name for p in whole_run.iterdir()} == {"config.yaml", "provenance.json", "log.jsonl", "tensorboard", "checkpoints", ".lock"}
+    rows = read_log(whole_run / "log.jsonl")
+    keys = {"step", "epoch", "loss", "grad_norm", "lr", "step_time", "tokens_per_second", "data_time_share", "memory_bytes"}
+    assert [row.keys() - {"receipts"} for row in rows] == [keys] * 7
+    assert rows[-1]["lr"] == 0  # cosine down to final_lr_ratio=0
+    assert all(0 < row["data_time_share"] < 1 and row["memory_bytes"] > 10**7 for row in rows)
+    assert rows[0]["tokens_per_second"] * rows[0]["step_time"] == pytest.approx(2 * 32)
+    ran = {(r["kernel"], r["native"], r["recipe"]) for r in rows[0]["receipts"]}
+    assert ran == {("torch", False, "attn_qat_search"), ("sdpa", True, "bf16")}  # self-attention quantised, cross-attention not
+    for name in ("loss", "grad_norm", "lr", "tokens_per_second", "memory_bytes", "step_time"):
+        assert [event.value for event in scalars(whole_run, f"train/{name}")] == pytest.approx([row[name] for row in rows])
+    meta = state.read_meta(whole_run / "checkpoints/step-000007")
+    assert (meta["step"], meta["loss"], meta["recipe"]["name"]) == (7, rows[-1]["loss"], "attn_qat_search")
+    assert meta["versions"]["torch"] == torch.__version__
+
+
+def test_the_average_is_what_the_steps_weights_say(make: Any) -> None:
+    config = make("run", train__steps=2, train__save_every=1, optimizer__ema_decay=0.75)
+    train(config)
+    first, second = (stored(Path(config.out) / f"checkpoints/step-00000{step}") for step in (1, 2))
+    for key, average in second.items():
+        if key.startswith("ema."):
+            expected = 0.75 * first[key] + 0.25 * second["model." + key.removeprefix("ema.")]
+            torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_captions_are_dropped_by_epoch_in_what_the_model_sees(make: Any) -> None:
+    job = check(make("run", objective__caption_dropout=0.5))
+    null = job.cache.null_text.float()
+    seen = []
+    for epoch in range(8):
+        batch = load_batch(job, epoch, list(range(6)))
+        dropped = []
+        for index, text_LD in enumerate(batch.text_BLD):
+            text = job.cache.load(index)["text"].float()
+            is_null, is_own = (torch.equal(text_LD[: len(t)], t) and not text_LD[len(t) :].any() for t in (null, text))
+            assert is_null != is_own
+            dropped.append(is_null)
+        seen.append(dropped)
+    assert len({tuple(dropped) for dropped in seen}) > 4
+    assert 0.25 < sum(map(sum, seen)) / 48 < 0.75
+
+
+def test_activation_checkpointing_gives_the_same_numbers_under_the_same_recipe(make: Any) -> None:
+    configs = [make(how, train__steps=2, train__activation_checkpointing=how, recipe="attn_qat_search") for how in ("none", "full")]
+    results = [train(config) for config in configs]
+    assert_same_run(Path(configs[0].out), Path(configs[1].out))
+    calls = [{r["recipe"]: r["calls"] for r in result["receipts"]} for result in results]
+    assert calls[1] == {recipe: 2 * count for recipe, count in calls[0].items()}  # every block was computed twice, and by the same recipe
+
+
+def test_qat_trains_on_other_gradients_than_bf16(make: Any) -> None:
+    norms, receipts = {}, {}
+    for recipe in ("bf16", "attn_qat"):
+        config = make(recipe, recipe=recipe, train__steps=3)
+        receipts[recipe] = {(r["kernel"], r["native"]) for r in train(config)["receipts"]}
+        norms[recipe] = [row["grad_norm"] for row in read_log(Path(config.out) / "log.jsonl")]
+    assert norms["bf16"] != norms["attn_qat"]
+    assert norms["bf16"] == pytest.approx(norms["attn_qat"], rel=0.2)
+    assert receipts == {"bf16": {("sdpa", True)}, "attn_qat": {("torch", False), ("sdpa", True)}}
+
+
+def test_autocast_keeps_master_weights_in_fp32(make: Any) -> None:
+    config = make("run", train__autocast="bfloat16", train__steps=2, optimizer__ema_decay=0.5)
+    assert train(config)["steps"] == 2
+    assert {tensor.dtype for tensor in stored(Path(config.out) / "checkpoints/step-000002").values()} == {torch.float32}
+
+
+def test_an_expert_of_a_pair_is_trained_on_its_times(tiny_pipeline_pair: Path, tiny_cache: Path, tmp_path: Path) -> None:
+    for component, (low, high) in (("transformer", (0.875, 1.0)), ("transformer_2", (0.0, 0.875))):
+        config = tiny_config(tiny_pipeline_pair, tiny_cache, tmp_path / component, model__component=component, from_scratch=False)
+        job = check(config)
+        t_B = torch.cat([load_batch(job, epoch, list(range(6))).t_B for epoch in range(5)])
+        assert ((t_B >= low) & (t_B <= high)).all()
+        assert t_B.max() - t_B.min() > 0.4 * (high - low)
+
+
+BAD = {
+    "component": ({"model__component": "transformer_2"}, "has no 'transformer_2'; it has: transformer"),
+    "warm-up": ({"optimizer__warmup_steps": 9}, "optimizer.warmup_steps=9 is not legal; legal: at most train.steps=4"),
+    "dtype": ({"runtime__dtype": "bfloat16"}, "runtime.dtype='bfloat16' is not legal; legal: auto or float32"),
+    "kernel": ({"runtime__kernel": "cuda_nvfp4"}, "kernel='cuda_nvfp4'"),
+    "kernel that can't": ({"runtime__kernel": "sdpa"}, "kernel='sdpa' can't serve recipe 'attn_qat'"),
+    "batch": ({"train__batch_size": 7}, "batch_size=7 is more than any bucket of .* holds .5x32x32: 6"),
+    "keep_layers": ({"recipe": "bad.json"}, r"keep_layers=\[9\] is not legal; legal: blocks 0 to 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("command", [train, trainer.plan])
+def test_what_can_not_be_trained_is_one_line_before_anything_is_written(
+    make: Any, name: str, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("bad.json").write_text('{"base": "attn_qat", "name": "mine", "keep_layers": [9]}')
+    changes, message = BAD[name]
+    with pytest.raises(UserError, match=message):
+        command(make("run", **changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_out_that_can_not_be_written_is_one_line(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(UserError, match=r"^out='.*/file/run' can't be written: Not a directory$"):
+        train(make("file/run"))
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_a_disk_that_fills_up_leaves_the_older_checkpoint(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = state.dcp_save
+
+    def full(tensors: Any, checkpoint_id: Path, no_dist: bool) -> None:
+        if "000002" in checkpoint_id.name:
+            (checkpoint_id / "__0_0.distcp").write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        saving(tensors, checkpoint_id=checkpoint_id, no_dist=no_dist)
+
+    monkeypatch.setattr(state, "dcp_save", full)
+    config = make("run", train__save_every=1)
+    with pytest.raises(CheckpointError, match=r"step-000002 can't be written: No space left on device; older checkpoints are untouched"):
+        train(config)
+    assert [p.name for p in (Path(config.out) / "checkpoints").iterdir()] == ["step-000001"]
+
+
+def test_a_cache_of_another_encoder_is_refused(make: Any, tmp_path: Path, tiny_pipeline: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pipeline, other)
+    weights = next((other / "vae").glob("*.safetensors"))
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    with pytest.raises(
+        UserError, match=r"tiny_cache.* was made with the VAE and text encoder of .*pipeline \(\w{12}\), not of model.path='.*other' \("
+    ):
+        check(make("run", model__path=str(other)))
+
+
+def test_a_cache_that_the_transformer_can_not_take_is_refused(make: Any, tmp_path: Path, tiny_pipeline: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(tiny_pipeline, other)
+    config = json.loads((other / "transformer/config.json").read_text())
+    (other / "transformer/config.json").write_text(json.dumps(config | {"patch_size": [1, 8, 8]}))
+    with pytest.raises(ConfigError, match="bucket 5x32x32: height 32 doesn't fit this model"):
+        check(make("run", model__path=str(other)))
+    (other / "transformer/config.json").write_text(json.dumps(config | {"text_dim": 32}))
+    with pytest.raises(UserError, match=r"does not fit model.path=.* and text of width 64, the model takes \(16, 2, 4, 4\) and 32"):
+        check(make("run", model__path=str(other)))
+
+
+def test_plan_counts_without_loading(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, whole_run: Path) -> None:
+    config = make("run", train__batch_size=2, train__accumulation=3, train__steps=10, optimizer__ema_decay=0.9, from_scratch=False)
+    planned = trainer.plan(config)
+    stored_model = [tensor for key, tensor in stored(whole_run / "checkpoints/step-000007").items() if key.startswith("model.")]
+    assert planned["parameters"] == sum(tensor.numel() for tensor in stored_model)
+    assert planned["quantised_layers"] == ["blocks.0.attn1", "blocks.1.attn1"]
+    assert planned["tokens_per_sample"] == {"5x32x32": 32}
+    assert (planned["samples"], planned["samples_per_step"], planned["steps_per_epoch"], planned["epochs"]) == (6, 6, 1.0, 10.0)
+    memory = planned["memory_bytes"]
+    assert memory["weights"] == memory["ema"] == 4 * planned["parameters"]
+    assert memory["total"] == sum(value for key, value in memory.items() if key != "total")
+    assert planned["kernel"]["kernel"] == "torch"
+    json.dumps(planned, allow_nan=False)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
+def test_the_activation_estimate_is_near_what_autograd_keeps(make: Any, autocast: str) -> None:
+    config = make("run", train__autocast=autocast, train__batch_size=6)
+    job = check(config)
+    run = trainer._start(job)
+    batch = load_batch(job, 0, list(range(6)))
+    own = {p.untyped_storage().data_ptr() for p in run.transformer.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        trainer._loss(run, batch)
+    estimate = trainer.plan(config)["memory_bytes"]
+    measured = sum(storage.nbytes() for storage in kept.values())
+    assert estimate["activations"] + estimate["autocast_copies"] == pytest.approx(measured, rel=0.4)

@@ -1,0 +1,162 @@
+"""A checkpoint of a training run as a diffusers folder: the base pipeline with the trained transformer in it, and `videoqat.json` beside them.
+
+The folder is written aside, its transformer is loaded back strictly and compared tensor by tensor, and only then is it given its name.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from videoqat.config import ExportConfig, require
+from videoqat.console import say
+from videoqat.errors import CheckpointError
+from videoqat.files import atomic_folder, write_json
+from videoqat.models.spec import ModelFamily, family_of
+from videoqat.provenance import provenance
+from videoqat.training import state
+from videoqat.training.job import transformer_fingerprint
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is to be exported, checked."""
+
+    checkpoint: Path
+    meta: dict[str, Any]
+    weights: str  # ema or raw
+    base: Path
+    component: str
+    family: ModelFamily
+
+
+def _check(config: ExportConfig) -> _Source:
+    require(not Path(config.out).exists(), "out", config.out, "a folder that is not there yet")
+    if config.checkpoint == "latest":
+        kept = state.whole(Path(config.run) / "checkpoints")
+        if not kept:
+            raise CheckpointError(f"run={config.run!r} holds no whole checkpoint")
+        checkpoint = kept[-1]
+    else:
+        checkpoint = Path(config.checkpoint)
+    meta = state.read_meta(checkpoint)
+    trained = meta["config"]
+    has_ema = trained["optimizer"]["ema_decay"] > 0
+    require(has_ema or config.weights != "ema", "weights", config.weights, "auto or raw: this run kept no EMA (optimizer.ema_decay=0)")
+    base, component = Path(meta["model_folder"]), trained["model"]["component"]
+    if not base.is_dir():
+        raise CheckpointError(f"{checkpoint} was trained from {base}, which is not there any more; export copies VAE and text encoder from it")
+    if transformer_fingerprint(base, component, weights=not trained["from_scratch"]) != meta["model_fingerprint"]:
+        raise CheckpointError(f"{base} is no longer the model that {checkpoint} was trained from: its {component} differs")
+    return _Source(checkpoint, meta, "ema" if has_ema and config.weights != "raw" else "raw", base, component, family_of(base))
+
+
+def _trained_transformer(source: _Source) -> nn.Module:
+    """The transformer with the checkpoint's weights, each in the dtype that it has in the base folder."""
+    transformer = source.family.load_transformer(source.base, source.component, dtype=torch.float32, from_scratch=True)
+    state.load(source.checkpoint, {"model": transformer.state_dict()})
+    if source.weights == "ema":
+        state.load(source.checkpoint, {"ema": {name: parameter.data for name, parameter in transformer.named_parameters()}})
+    dtypes = _stored_dtypes(source.base / source.component)
+    for name, parameter in transformer.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name, torch.float32))
+    return transformer
+
+
+def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
+    """The dtype of each tensor in the folder's safetensors files, from their headers."""
+    found: dict[str, torch.dtype] = {}
+    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+    for path in folder.glob("*.safetensors"):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found |= {name: names.get(entry["dtype"], torch.float32) for name, entry in header.items() if name != "__metadata__"}
+    return found
+
+
+def _load_back(source: _Source, folder: Path, transformer: nn.Module) -> None:
+    """Loads the written transformer strictly (every key, every shape) and compares every number.
+
+    Raises:
+        CheckpointError: what was written is not what was trained.
+    """
+    written = source.family.load_transformer(folder, source.component, dtype=torch.float32).state_dict()
+    for name, tensor in transformer.state_dict().items():
+        if name not in written or not torch.equal(written[name].float(), tensor.float()):
+            raise CheckpointError(f"export failed: {name} read back from {folder} differs from the checkpoint")
+
+
+def _record(source: _Source) -> dict[str, Any]:
+    """`videoqat.json`. Where the base folder has one, what it says of the other transformer and of earlier trainings is kept."""
+    meta = source.meta
+    before = source.base / "videoqat.json"
+    earlier = json.loads(before.read_text()) if before.is_file() else {}
+    training = {
+        "steps": meta["step"],
+        "loss": meta["loss"],
+        "checkpoint": str(source.checkpoint.resolve()),
+        "weights": source.weights,
+        "component": source.component,
+        "base": str(source.base),
+        "base_fingerprint": meta["model_fingerprint"],
+        "base_training": earlier.get("training"),
+        "config": meta["config"],
+        "versions": meta["versions"],
+    }
+    components = earlier.get("components", {}) | {source.component: {"recipe": meta["recipe"], "steps": meta["step"]}}
+    return {"recipe": meta["recipe"], "components": components, "provenance": provenance("cpu"), "training": training}
+
+
+def export(config: ExportConfig) -> dict[str, Any]:
+    """Writes `config.out`, a diffusers folder, from a run's checkpoint.
+
+    VAE, text encoder, scheduler and, of a pair, the other transformer are copied whole, not linked:
+    tools that write weights in place would otherwise change the base through the export.
+
+    Returns:
+        `out`, `checkpoint`, `weights` (ema or raw), `recipe`, `steps`, `loss`, `tensors` (how many were compared).
+
+    Raises:
+        UserError: `out` exists, or run, checkpoint or base can't be used; nothing is written then.
+    """
+    source = _check(config)
+    transformer = _trained_transformer(source)
+    record = _record(source)
+    with atomic_folder(config.out) as aside:
+        ignored = shutil.ignore_patterns(".*", "videoqat.json")
+        shutil.copytree(source.base, aside, dirs_exist_ok=True, ignore=lambda folder, names: ignored(folder, names) | _replaced(source, folder))
+        transformer.save_pretrained(aside / source.component)  # type: ignore[operator]
+        write_json(aside / "videoqat.json", record)
+        _load_back(source, aside, transformer)
+    recipes = {name: entry["recipe"]["name"] for name, entry in record["components"].items()}
+    if len(set(recipes.values())) > 1:
+        say(f"the transformers of {config.out} were trained for different recipes: {recipes}")
+    say(f"exported {source.checkpoint} ({source.weights} weights, recipe {source.meta['recipe']['name']}) to {config.out}")
+    return _summary(config, source) | {"tensors": len(transformer.state_dict())}
+
+
+def _replaced(source: _Source, folder: str) -> set[str]:
+    return {source.component} if Path(folder) == source.base else set()
+
+
+def _summary(config: ExportConfig, source: _Source) -> dict[str, Any]:
+    meta = source.meta
+    return {
+        "out": config.out,
+        "checkpoint": str(source.checkpoint),
+        "weights": source.weights,
+        "base": str(source.base),
+        "component": source.component,
+        "recipe": meta["recipe"]["name"],
+        "steps": meta["step"],
+        "loss": meta["loss"],
+    }
+
+
+def plan(config: ExportConfig) -> dict[str, Any]:
+    """Checks everything `export` would and says what it would write; reads no weights and writes nothing."""
+    return _summary(config, _check(config))

@@ -1,0 +1,120 @@
+"""What a run writes while it goes: log.jsonl (one JSON object a step) and TensorBoard scalars; and what it heeds: signals and other runs."""
+
+import contextlib
+import fcntl
+import json
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+from videoqat.console import say
+from videoqat.errors import UserError
+from videoqat.files import atomic_path
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@contextlib.contextmanager
+def only_run(out: Path) -> Iterator[None]:
+    """Keeps other trainings out of `out`: two that save into one folder would mix their files. The lock goes with the process, however it ends.
+
+    Raises:
+        UserError: another training is at work there.
+    """
+    with open(out / ".lock", "w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"out={str(out)!r}: another training is at work in this folder; wait for its end, or choose another out") from error
+        except OSError as error:  # some network file systems have no locks
+            say(f"WARNING: {out} can't be locked ({error.strerror}); see to it that no other training uses it")
+        yield
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turns a failed write (disk full, say) into one line that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} can't be written: {error.strerror or error}") from error
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The rows of a log.jsonl. A last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            rows.append(json.loads(line))
+    return rows
+
+
+class RunLog:
+    """log.jsonl and TensorBoard of one run, open from `with` to its end.
+
+    Opening it to continue after `step` drops later rows: they belong to steps that will be run again.
+    """
+
+    def __init__(self, out: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._path = out / "log.jsonl"
+        with disk_errors(self._path):
+            kept = [row for row in read_log(self._path) if row["step"] <= step]
+            with atomic_path(self._path) as aside:
+                aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed in __exit__; line by line, so that a kill loses no row
+            self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """One step's row."""
+        with disk_errors(self._path):
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            for name, value in row.items():
+                if name != "step" and isinstance(value, int | float):
+                    self._board.add_scalar(f"train/{name}", value, row["step"])
+            for layer, numbers in row.get("health", {}).items():
+                for name, value in numbers.items():
+                    self._board.add_scalar(f"health/{name}/{layer}", value, row["step"])
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._file.close()
+        self._board.close()
+
+
+class StopRequest:
+    """Which signal asked the run to stop, if any (`name`)."""
+
+    name: str | None = None
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[StopRequest]:
+    """Within the block SIGTERM, SIGINT and SIGUSR1 are noted instead of ending the process; a second one ends it as usual.
+
+    Python hears signals in the main thread only; elsewhere nothing is changed.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        request.name = signal.Signals(number).name
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+    for number in STOP_SIGNALS:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
