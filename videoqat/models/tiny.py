@@ -14,7 +14,7 @@ import torch
 from videoqat.config import ExampleModelConfig
 from videoqat.console import say
 from videoqat.errors import UserError
-from videoqat.files import atomic_folder, write_json
+from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import family_of
 from videoqat.models.tiny_vae import ARCHITECTURE as VAE_ARCHITECTURE
 from videoqat.models.tiny_vae import load_tiny_vae
@@ -61,7 +61,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
         `path`, `components`, `parameters` (of each model), `flow_shift`, and `tokens_per_clip` of a 17x64x64 video.
 
     Raises:
-        UserError: `out` exists already.
+        UserError: `out` exists already, or can't be written.
     """
     from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
@@ -72,6 +72,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
     out = Path(config.out)
     if out.exists():
         raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
+    writable_folder("out", out.parent)
 
     def transformer(seed: int) -> WanTransformer3DModel:
         torch.manual_seed(seed)
