@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 from helpers.pipelines import change_weights, enliven
+from helpers.training import tiny_config
 
-from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig
+from videoqat.config import ExportConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from videoqat.data.video_io import read_video
 from videoqat.errors import CheckpointError, ConfigError, UserError
 from videoqat.generation import engine as engine_module
 from videoqat.generation.engine import Engine, NonFiniteVideo, choose_recipe, doubts_about, generate, plan, text_tokens, with_flow_shift
 from videoqat.models.install import installed_recipe
 from videoqat.recipes import RECIPES
+from videoqat.training.export import export
+from videoqat.training.trainer import train
 
 PROMPT = "a sneaker moves left"
 SAMPLING = SamplingConfig(num_frames=5, height=32, width=32, num_inference_steps=2, max_text_tokens=16)
@@ -163,6 +166,15 @@ def test_text_is_padded_as_in_training(model, tmp_path, engine):
     engine.generate(PROMPT, 1, SAMPLING, "bf16")
     hook.remove()
     assert set(seen) == {16}
+
+
+def test_a_trained_model_generates_with_its_recipe_and_padding(tiny_pipeline, tiny_cache, tmp_path):
+    train(tiny_config(tiny_pipeline, tiny_cache, tmp_path / "run", train__steps=1, recipe="attn_qat_search"))
+    export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "model")))
+    assert text_tokens(tmp_path / "model", dataclasses.replace(SAMPLING, max_text_tokens=0)) == 16  # tiny_cache's
+    result = generate(config_for(tmp_path / "model", tmp_path / "a.mp4", sampling=dataclasses.replace(SAMPLING, max_text_tokens=0)))
+    assert (result["recipe"]["name"], result["max_text_tokens"], result["warnings"]) == ("attn_qat_search", 16, [])
+    assert {r["recipe"] for r in result["receipts"]} == {"attn_qat_search", "bf16"}
 
 
 def test_flow_shift_reaches_the_scheduler():

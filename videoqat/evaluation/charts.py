@@ -37,8 +37,10 @@ def _figure(height: float = 3.0) -> tuple[Any, Any]:
 def _svg(figure: Any, name: str, description: str) -> str:
     """The figure as an `<svg>` element that stands in a page beside others: no XML head, no outside names, ids of its own."""
     import matplotlib as mpl
+    from matplotlib.spines import Spine
+    from matplotlib.text import Text
 
-    for artist in figure.findobj(lambda artist: hasattr(artist, "set_color") and artist.__class__.__name__ in ("Text", "Spine")):
+    for artist in figure.findobj(lambda artist: isinstance(artist, Text | Spine)):
         artist.set_color(INK)
     for axes in figure.axes:
         axes.tick_params(colors=INK, which="both")

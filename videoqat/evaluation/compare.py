@@ -13,7 +13,6 @@ import gc
 import json
 import re
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_size, choose_recipe
-from videoqat.provenance import device_name, provenance, versions
+from videoqat.provenance import commit, device_name, provenance, versions
 from videoqat.recipes import get_recipe
 
 WARM_UP_STEPS = 3  # denoising steps of the untimed first video; its attention inputs are where errors per layer are measured
@@ -56,7 +55,7 @@ class Task:
 
 
 def read_prompts(path: str | Path) -> list[str]:
-    """The prompts in a text file: one a line, `#` starts a comment line, empty lines don't count.
+    """The prompts in a text file: one a line, `#` starts a comment line; empty lines, and prompts that were there before, don't count.
 
     Raises:
         UserError: not a text file in UTF-8, or no prompt in it.
@@ -68,7 +67,7 @@ def read_prompts(path: str | Path) -> list[str]:
     prompts = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
     if not prompts:
         raise UserError(f"prompts={str(path)!r} holds no prompt; legal: one prompt a line, # starts a comment")
-    return prompts
+    return list(dict.fromkeys(prompts))
 
 
 def _fingerprint(folder: str) -> dict[str, list[int]]:
@@ -204,17 +203,19 @@ class Comparison:
     def run(self) -> None:
         """Renders and measures all that is missing. Each model folder is loaded once; the reference's comes first."""
         tasks = self.missing()
+        todo: dict[str, list[int]] = {}
+        for index, entry in enumerate(self.config.entries):
+            if self._unfinished(index, tasks):
+                todo.setdefault(entry.model, []).append(index)
         if len(tasks) < len(self.tasks):
             say(f"{len(self.tasks) - len(tasks)} of {len(self.tasks)} videos are there already under the same settings")
-        steps = self.config.sampling.num_inference_steps
-        with progress(total=len(tasks) * steps, desc="videos", unit="step") as self.bar:
-            for folder in dict.fromkeys(entry.model for entry in self.config.entries):
-                todo = [i for i, entry in enumerate(self.config.entries) if entry.model == folder and self._unfinished(i, tasks)]
-                if not todo:
-                    continue
+        if not todo:
+            return
+        with progress(total=len(tasks) * self.config.sampling.num_inference_steps, desc="videos", unit="step") as self.bar:
+            for folder, indices in todo.items():
                 say(f"loading {folder}")
                 engine = Engine(folder, self.config.runtime)
-                for index in todo:
+                for index in indices:
                     self._run_entry(engine, index, [task for task in tasks if task.entry == index])
                 del engine
                 gc.collect()
@@ -228,11 +229,9 @@ class Comparison:
             write_json(self._layers(index), self._warm_up(engine, entry))
         for task in tasks:
             self.bar.set_description(f"{entry.name}: prompt {task.prompt + 1} of {len(self.prompts)}, seed {task.seed}")
-            before = self.bar.n
-            result = self._render(
-                engine, entry, task.prompt, task.seed, on_step=lambda done, _, before=before: self.bar.update(before + done - self.bar.n)
-            )
-            self._keep(task, result, engine)
+            prompt, sampling = self.prompts[task.prompt], self.config.sampling
+            result = engine.generate(prompt, task.seed, sampling, entry.recipe, on_step=lambda *_: self.bar.update())
+            self._keep(task, result)
         if self.cache is not None and not self._losses(index).is_file():
             engine.install(get_recipe(entry.recipe))
             values = validation.paired_losses(
@@ -247,9 +246,6 @@ class Comparison:
             )
             write_json(self._losses(index), values.tolist())
 
-    def _render(self, engine: Engine, entry: CompareEntry, prompt: int, seed: int, on_step: Callable[..., None] | None = None) -> VideoResult:
-        return engine.generate(self.prompts[prompt], seed, self.config.sampling, entry.recipe, on_step=on_step)
-
     def _warm_up(self, engine: Engine, entry: CompareEntry) -> dict[str, dict[str, float]]:
         """A short untimed video, so that first-use costs (kernels, caches) are in no latency; meanwhile each quantised layer's error is measured."""
         errors = LayerErrors(engine, get_recipe(entry.recipe))
@@ -258,7 +254,7 @@ class Comparison:
             engine.generate(self.prompts[0], self.config.seeds[0], sampling, errors.recipe)
         return errors.means()
 
-    def _keep(self, task: Task, result: VideoResult, engine: Engine) -> None:
+    def _keep(self, task: Task, result: VideoResult) -> None:
         if task.entry == 0 and not task.repeat:
             with atomic_path(self._reference(task)) as aside:
                 np.savez_compressed(aside, frames=result.frames)
@@ -278,7 +274,7 @@ class Comparison:
             "warnings": result.warnings,
             "flicker": fidelity.flicker(result.frames),
             "fidelity": against_first,
-            "commit": provenance(str(engine.device))["commit"],
+            "commit": commit(),
         }
         write_json(self.record(task), record)
 

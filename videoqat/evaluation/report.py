@@ -1,6 +1,7 @@
 """report.json and the videos beside it as one self-contained page: report.html makes no request, so it can be mailed or archived as it is."""
 
 import base64
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ def _number(value: float | None, digits: int = 3, unit: str = "") -> str:
     return "–" if value is None else f"{value:.{digits}f}{unit}"
 
 
+def _signed(value: float, digits: int) -> str:
+    """With its sign, a true minus, and no sign where it rounds to zero."""
+    rounded = round(value, digits)
+    return f"{rounded:+.{digits}f}".replace("-", "−") if rounded else f"{0:.{digits}f}"
+
+
 def _seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 0.1 else f"{1000 * value:.3g} ms"
 
 
 def _psnr(found: dict[str, Any]) -> str:
-    """PSNR of many videos, where identical ones have none."""
-    if found["identical_videos"] == found["videos"]:
-        return "identical"
-    same = f", {found['identical_videos']} identical" if found["identical_videos"] else ""
-    return f"{found['psnr_mean']:.1f} dB (worst frame {found['psnr_min']:.1f}{same})"
+    """Mean PSNR of one or many videos; identical ones have none."""
+    return "identical" if found["psnr_mean"] is None else f"{found['psnr_mean']:.1f} dB"
 
 
 def _kernels(entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -60,7 +64,7 @@ def _plots(entries: list[dict[str, Any]]) -> list[dict[str, str]]:
 def _scenes(report: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """One row of videos for each prompt and seed, in the entries' order."""
     rows = []
-    for prompt in dict.fromkeys(report["prompts"]):
+    for prompt in report["prompts"]:
         for seed in report["seeds"]:
             videos = []
             for index, entry in enumerate(report["entries"]):
@@ -85,8 +89,8 @@ def _caveats(report: dict[str, Any]) -> list[str]:
     emulated = [entry["name"] for entry in report["entries"] if any(not receipt["native"] for receipt in entry["receipts"])]
     if emulated:
         caveats.append(
-            f"On this device 4-bit attention is emulated ({', '.join(emulated)}): the numbers are those of 4-bit attention, "
-            "the latency says nothing about 4-bit hardware."
+            f"On this device quantised attention is emulated ({', '.join(emulated)}): its numbers are those of the quantised formats, "
+            "its latency says nothing about 4-bit hardware."
         )
     if report["entries"][0]["validation"] is None:
         caveats.append("No validation loss: the comparison was not given a validation_cache.")
@@ -112,10 +116,11 @@ def render(report: dict[str, Any], out: Path) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"number": _number, "seconds": _seconds, "psnr": _psnr}
+    environment.filters |= {"number": _number, "seconds": _seconds, "signed": _signed, "psnr": _psnr}
     sampling = report["settings"]["sampling"]
     return environment.get_template("report.html.j2").render(
         report=report,
+        date=datetime.datetime.fromisoformat(report["provenance"]["date"]).strftime("%Y-%m-%d %H:%M UTC"),
         entries=[{**entry, "colour": charts.colour(i), "kernels": _kernels(entry)} for i, entry in enumerate(report["entries"])],
         sampling=sampling,
         pixelated=sampling["width"] <= SMALL_WIDTH,

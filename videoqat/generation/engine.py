@@ -311,7 +311,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     writable_folder("out", Path(config.out).parent)
     engine = Engine(config.model, config.runtime)
     with progress(total=config.sampling.num_inference_steps, desc="denoising", unit="step") as bar:
-        result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=lambda done, _: bar.update(done - bar.n))
+        result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=lambda *_: bar.update())
     record = {
         "video": config.out,
         "config": to_dict(config),

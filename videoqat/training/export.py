@@ -15,7 +15,7 @@ from torch import nn
 from videoqat.config import ExportConfig, require
 from videoqat.console import say
 from videoqat.errors import CheckpointError
-from videoqat.files import atomic_folder, write_json
+from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import ModelFamily, family_of
 from videoqat.provenance import provenance
 from videoqat.training import state
@@ -103,6 +103,7 @@ def _record(source: _Source) -> dict[str, Any]:
         "component": source.component,
         "base": str(source.base),
         "base_fingerprint": meta["model_fingerprint"],
+        "max_text_tokens": meta["max_text_tokens"],  # generation pads its text to as many
         "base_training": earlier.get("training"),
         "config": meta["config"],
         "versions": meta["versions"],
@@ -126,6 +127,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
     source = _check(config)
     transformer = _trained_transformer(source)
     record = _record(source)
+    writable_folder("out", Path(config.out).parent)
     with atomic_folder(config.out) as aside:
         ignored = shutil.ignore_patterns(".*", "videoqat.json")
         shutil.copytree(source.base, aside, dirs_exist_ok=True, ignore=lambda folder, names: ignored(folder, names) | _replaced(source, folder))

@@ -253,6 +253,7 @@ def _save(run: Run, row: dict[str, Any]) -> Path:
         "epoch": row["epoch"],
         "loss": row["loss"],
         "model_folder": str(Path(run.job.config.model.path).resolve()),
+        "max_text_tokens": run.job.cache.settings["max_text_tokens"],
         "versions": versions(),
     }
     return state.save(Path(run.job.config.out) / "checkpoints", row["step"], run.tensors(), meta, run.job.config.train.keep_last)
