@@ -226,23 +226,28 @@ def test_an_empty_prompt_file(run: Run, tiny_pipeline: Path, tmp_path: Path, pro
     assert tree(tmp_path) == before
 
 
-def test_an_output_folder_that_can_not_be_written(run: Run, tiny_pipeline: Path, tiny_cache: Path, trained: Path, tmp_path: Path, prompts: Path):
+WRITERS = ("demo", "example-clips", "example-model", "preprocess", "train", "export", "generate", "compare")
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_an_output_folder_that_can_not_be_written(
+    command: str, run: Run, tiny_pipeline: Path, tiny_cache: Path, trained: Path, tmp_path: Path, prompts: Path
+):
     """Below a file: not even root can write there."""
     out = prompts / "out"
     entries = f"entries=[{{name: a, model: '{tiny_pipeline}'}}, {{name: b, model: '{tiny_pipeline}', recipe: attn_qat}}]"
-    commands: dict[str, list[str]] = {
+    words: dict[str, list[str]] = {
         "demo": [f"out={out}"],
         "example-clips": [f"out={out}", "num_clips=1"],
         "example-model": [f"out={out}"],
         "preprocess": [f"model.path={tiny_pipeline}", f"source={tiny_cache.parent / 'clips'}", f"out={out}", "buckets=[5x32x32]"],
         "train": train_words(tiny_pipeline, tiny_cache, out)[1:],
         "export": [f"run={trained}", f"out={out}"],
-        "generate": [f"model={tiny_pipeline}", "prompt=a", f"out={out}.mp4".replace("out.mp4", "out/a.mp4"), *SMALL],
+        "generate": [f"model={tiny_pipeline}", "prompt=a", f"out={out / 'a.mp4'}", *SMALL],
         "compare": [entries, f"prompts={prompts}", f"out={out}", *SMALL],
     }
     before = tree(tmp_path)
-    for command, words in commands.items():
-        assert_refused(run(command, *words), command, str(prompts))
+    assert_refused(run(command, *words[command]), command, "out=", str(prompts), "can't be written")
     assert tree(tmp_path) == before
 
 
