@@ -1,9 +1,14 @@
 """What all tests share: one torch thread a worker, and tests that need a GPU skip where there is none."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from videoqat.config import TrainConfig
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,7 +50,7 @@ def _build_tiny(tmp_path_factory: pytest.TempPathFactory, two_transformers: bool
 
 @pytest.fixture(scope="session")
 def tiny_cache(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path) -> Path:
-    """A cache of six moving garments, 5x32x32 (32 tokens), texts of at most 16 tokens; also right for `tiny_pipeline_pair`. Shared: don't change it."""
+    """A cache of six moving garments, 5x32x32 (32 tokens), texts of at most 16 tokens; right for `tiny_pipeline_pair`, too. Shared."""
     from videoqat.config import ExampleClipsConfig, ModelConfig, PreprocessConfig
     from videoqat.data.moving_garments import write_clips
     from videoqat.data.precompute import preprocess
@@ -56,3 +61,11 @@ def tiny_cache(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path) ->
     model = ModelConfig(path=str(tiny_pipeline))
     preprocess(PreprocessConfig(model=model, source=clips, out=str(cache), buckets=["5x32x32"], max_text_tokens=16))
     return cache
+
+
+@pytest.fixture
+def make(tiny_pipeline: Path, tiny_cache: Path, tmp_path: Path) -> "Callable[..., TrainConfig]":
+    """make(name, train__steps=2, ...): a small training whose `out` is tmp_path / name; see `helpers.training.tiny_config`."""
+    from helpers.training import tiny_config
+
+    return lambda name, **changes: tiny_config(tiny_pipeline, tiny_cache, tmp_path / name, **changes)

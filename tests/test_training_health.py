@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.training import tiny_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import nn
 
@@ -18,16 +17,6 @@ from videoqat.training import state, trainer
 from videoqat.training.health import first_nonfinite, nonfinite_gradient
 from videoqat.training.runlog import read_log
 from videoqat.training.trainer import train
-
-
-@pytest.fixture
-def make(tiny_pipeline: Path, tiny_cache: Path, tmp_path: Path) -> Any:
-    """make(name, **changes): a configuration whose `out` is tmp_path / name."""
-
-    def build(name: str, **changes: Any) -> Any:
-        return tiny_config(tiny_pipeline, tiny_cache, tmp_path / name, **changes)
-
-    return build
 
 
 def rows_of(config: Any) -> list[dict[str, Any]]:

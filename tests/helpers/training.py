@@ -1,10 +1,15 @@
-"""Small training configurations for the tests."""
+"""Small training configurations, and what their runs left on disk."""
 
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
 from videoqat.config import LoopConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainConfig
+from videoqat.training import state
+from videoqat.training.runlog import read_log
 
 
 def tiny_config(pipeline: Path, cache: Path, out: Path, **changes: Any) -> TrainConfig:
@@ -28,3 +33,21 @@ def tiny_config(pipeline: Path, cache: Path, out: Path, **changes: Any) -> Train
         setattr(target, last, value)
     config.validate()
     return config
+
+
+def stored(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint by its flat key."""
+    metadata = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    found = {key: torch.empty(about.size, dtype=about.properties.dtype) for key, about in metadata.items()}
+    state.load(checkpoint, found)
+    return found
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Same losses at every step and the same bits in the last checkpoint."""
+    rows, expected = ([(r["step"], r["epoch"], r["loss"], r["grad_norm"], r["lr"]) for r in read_log(p / "log.jsonl")] for p in (ours, theirs))
+    assert rows == expected
+    mine, other = (stored(state.whole(p / "checkpoints")[-1]) for p in (ours, theirs))
+    assert mine.keys() == other.keys()
+    for key, tensor in mine.items():
+        assert torch.equal(tensor, other[key]), key
