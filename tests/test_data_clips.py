@@ -98,6 +98,13 @@ def test_csv_without_the_columns_is_refused(tmp_path: Path, text: str) -> None:
         find_clips(tmp_path)
 
 
+@pytest.mark.parametrize("rest", [b'b.mp4,"not closed\nc.mp4,x\n', b"b.mp4,\xff\n"])
+def test_csv_that_cannot_be_read_is_refused_with_the_line(tmp_path: Path, rest: bytes) -> None:
+    (tmp_path / "metadata.csv").write_bytes(b"file,caption\na.mp4,x\n" + rest)
+    with pytest.raises(DataError, match=r"metadata\.csv can't be read as CSV in UTF-8 after line [12]: "):
+        find_clips(tmp_path)
+
+
 def test_two_metadata_files_are_refused(tmp_path: Path) -> None:
     make_files(tmp_path, "metadata.csv", "metadata.jsonl")
     with pytest.raises(DataError, match="one of them"):

@@ -150,7 +150,8 @@ def _jsonl_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _csv_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """As `_jsonl_rows`; the first line names the columns."""
+    """As `_jsonl_rows`; the first line names the columns. A quote that isn't closed swallows what follows, so it ends the reading."""
+    line = 1
     try:
         with open(table, encoding="utf-8-sig", newline="") as handle:
             reader = csv.DictReader(handle, strict=True)
@@ -159,10 +160,11 @@ def _csv_rows(table: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
                 if not set(keys) & set(columns):
                     raise DataError(f"{table} has columns {list(columns)}; it needs one of {', '.join(keys)}")
             for row in reader:
+                line = reader.line_num
                 wrong = None in row or None in row.values()
-                yield reader.line_num, "another number of columns than the first line" if wrong else row
+                yield line, "another number of columns than the first line" if wrong else row
     except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{table} can't be read as CSV in UTF-8: {error}") from error
+        raise DataError(f"{table} can't be read as CSV in UTF-8 after line {line}: {error}") from error
 
 
 def resample(frames: Iterable[Frame], fps: float, limit: int) -> Iterator[Frame]:

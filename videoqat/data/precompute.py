@@ -30,11 +30,13 @@ from videoqat.config import PreprocessConfig, parse_bucket, to_dict
 from videoqat.console import progress, say
 from videoqat.data.clips import SUFFIXES, ClipEntry, ClipProblem, decode_to_bucket, find_clips, reason
 from videoqat.data.dataset import INDEX, INDEX_FORMAT
-from videoqat.data.shards import FOLDER, ShardStore, all_finite
+from videoqat.data.shards import ShardStore, all_finite
 from videoqat.errors import CheckpointError, DataError, UserError
 from videoqat.files import writable_folder, write_json
 from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
 from videoqat.provenance import provenance
+
+MARK = ".videoqat-cache"  # says that the folder is ours to change, and is what its lock hangs on
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -62,13 +64,15 @@ def encoder_fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     others = {*family_of(folder).components(folder), "scheduler"}
     parts = [name for name, kind in read_model_json(folder, "model_index.json").items() if isinstance(kind, list) and kind[0] and name not in others]
-    total = hashlib.sha256()
+    files = []
     for part in sorted(parts):
-        files = sorted(path for path in (folder / part).rglob("*") if path.is_file())
-        if not files:
+        found = sorted(path for path in (folder / part).rglob("*") if path.is_file())
+        if not found:
             raise CheckpointError(f"{folder} is no complete pipeline's folder: {part}/ is not there or empty")
-        for path in files:
-            total.update(f"{path.relative_to(folder).as_posix()} {file_hash(path)}\n".encode())
+        files += found
+    total = hashlib.sha256()
+    for path in progress(files, desc="hashing encoders", unit="file"):
+        total.update(f"{path.relative_to(folder).as_posix()} {file_hash(path)}\n".encode())
     return total.hexdigest()
 
 
@@ -237,14 +241,14 @@ def _check_out(out: Path) -> None:
         return
     if not out.is_dir():
         raise UserError(f"out={str(out)!r} is a file; legal: a folder")
-    if any(out.iterdir()) and not any((out / name).exists() for name in (INDEX, FOLDER, ".lock")):
+    if any(out.iterdir()) and not (out / MARK).is_file():
         raise UserError(f"out={str(out)!r} holds something else than a cache; legal: a new or empty folder, or one that preprocess wrote")
 
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Keeps other processes out of the folder; the lock goes with the process, however it ends."""
-    with open(out / ".lock", "w") as handle:
+    with open(out / MARK, "w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
