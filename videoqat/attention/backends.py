@@ -6,7 +6,6 @@ device_type, dtype, head_dim, training)` (None, or why it can't serve), `forward
 """
 
 import contextlib
-import functools
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -62,11 +61,7 @@ def resolve(
     Raises:
         AttentionError: no such kernel, or it can't serve this call; says why, and which can.
     """
-    return _resolve(get_recipe(recipe), str(device), dtype, head_dim, kernel, training)
-
-
-@functools.lru_cache(maxsize=1024)
-def _resolve(recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, kernel: str, training: bool) -> Receipt:
+    recipe, device = get_recipe(recipe), str(device)
     if kernel not in ("auto", *KERNELS):
         raise AttentionError(f"kernel={kernel!r} does not exist; legal: auto, {', '.join(KERNELS)}")
     device_type = device.split(":")[0]
@@ -91,7 +86,8 @@ _recorders_lock = threading.Lock()
 def record_receipts() -> Iterator[list[Receipt]]:
     """Yields a list that fills with a receipt for each kernel, device and recipe that attention really runs with, in any thread, meanwhile.
 
-    The back ends' own entry writes them while it runs, forward passes only (a recomputed one counts again).
+    They are written where the kernel is run: by the operator's implementation, also in compiled graphs; for `sdpa`, which is no operator of
+    ours, by the call, and in a compiled graph once when it is traced. Forward passes only; a recomputed one counts again.
     """
     receipts: list[Receipt] = []
     with _recorders_lock:

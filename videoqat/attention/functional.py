@@ -57,13 +57,22 @@ def attention(
     if receipt.kernel == "sdpa":
         if kv_len is not None and not torch.compiler.is_compiling():
             _check_kv_len_values(kv_len, k_BNHD.shape[1])
-        backends.record(receipt)
+        _record_sdpa(receipt.reason, receipt.device, recipe.name)
         out = sdpa_backend.forward(q_BNHD, k_BNHD, v_BNHD, kv_len, scale, causal)
         return (out, sdpa_backend.log_sum_exp(q_BNHD, k_BNHD, kv_len, scale, causal)) if return_lse else out
     if scale is None:
         scale = q_BNHD.shape[3] ** -0.5
     out, lse, _, _ = attention_forward(q_BNHD, k_BNHD, v_BNHD, kv_len, _to_json(recipe), scale, causal, kernel, training)
     return (out, lse) if return_lse else out
+
+
+@torch.compiler.assume_constant_result
+def _record_sdpa(reason: str, device: str, recipe: str) -> None:
+    """Eagerly, each call is recorded. A compiled graph holds SDPA itself and no Python: there it is recorded when the graph is traced.
+
+    The receipt is made anew, because dynamo calls this with plain constants only.
+    """
+    backends.record(backends.Receipt("sdpa", sdpa_backend.NATIVE, reason, device, recipe))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None) -> None:
@@ -99,8 +108,13 @@ def _check_kv_len_values(kv_len: Tensor, num_keys: int) -> None:
         raise AttentionError(f"kv_len={kv_len.tolist()} must be between 0 and {num_keys}, the number of keys")
 
 
-@functools.lru_cache(maxsize=256)
+@torch.compiler.assume_constant_result  # json is nothing that dynamo can trace, and the recipe is a constant of the graph anyway
 def _to_json(recipe: AttentionRecipe) -> str:
+    return _cached_json(recipe)
+
+
+@functools.lru_cache(maxsize=256)
+def _cached_json(recipe: AttentionRecipe) -> str:
     return json.dumps(recipe.to_dict())
 
 

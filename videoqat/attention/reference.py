@@ -20,7 +20,7 @@ computed or kept; the same sum with P' gives rowsum(dO * O), which two of the va
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,9 @@ from videoqat.recipes import AttentionRecipe
 
 SMOOTH_Q_TOKENS = 128
 TWO_LEVEL_KEYS = 128
-TWO_LEVEL_MAX = 448.0 * 6.0
+_RECIPROCAL_6 = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()  # fp32(1/6): as a Python float, it reaches an fp32 kernel unchanged
+_RECIPROCAL_2688 = torch.tensor(1.0 / (448.0 * 6.0), dtype=torch.float32).item()
+_SMALLEST_E4M3 = 2.0**-9
 FORWARD_BUFFERS = 1
 BACKWARD_BUFFERS = 3
 
@@ -98,13 +100,27 @@ def prepare(
     causal: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Operands:
-    """Smooths and quantises Q, K and V, from their fp32 values whatever `dtype` is, so that their codes never depend on it."""
+    """Smoothed and quantised operands of `dtype`, quantised from fp32 values whatever `dtype` is: their codes never depend on it."""
+    x = arrange(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+    return replace(
+        x,
+        q_XRd=fake_quantize(x.q_XRd, recipe.qk, -1, recipe.scale_divisors).to(dtype),
+        mean_q_XRd=None if x.mean_q_XRd is None else x.mean_q_XRd.to(dtype),
+        k_XKd=fake_quantize(x.k_XKd, recipe.qk, -1, recipe.scale_divisors).to(dtype),
+        k_plain_XKd=None if x.k_plain_XKd is None else x.k_plain_XKd.to(dtype),
+        v_XKd=fake_quantize(x.v_XKd, recipe.pv, 1, recipe.scale_divisors).to(dtype),
+    )
+
+
+def arrange(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRecipe, *, scale: float, kv_len_B: Tensor | None, causal: bool
+) -> Operands:
+    """Operands in fp32, smoothed as `recipe` says, not quantised yet."""
     B, num_queries, H, d = q_BNHd.shape
     num_keys, num_kv_heads = k_BNHd.shape[1:3]
-    group = H // num_kv_heads
     if kv_len_B is not None:  # what lies past the end may be garbage, even NaN: it must not reach a block of V, nor 0 * NaN a product
-        past_B = torch.arange(num_keys, device=q_BNHd.device) >= kv_len_B.unsqueeze(1)
-        k_BNHd, v_BNHd = (x.masked_fill(past_B[:, :, None, None], 0.0) for x in (k_BNHd, v_BNHd))
+        past_BK11 = (torch.arange(num_keys, device=q_BNHd.device) >= kv_len_B.unsqueeze(1))[:, :, None, None]
+        k_BNHd, v_BNHd = (x.masked_fill(past_BK11, 0.0) for x in (k_BNHd, v_BNHd))
     q, k, v = (rows_first(x, num_kv_heads) for x in (q_BNHd, k_BNHd, v_BNHd))
     padding = -num_keys % _key_block(recipe)
     if padding:
@@ -114,28 +130,15 @@ def prepare(
     if recipe.smooth_k:
         tokens = num_keys if kv_len_B is None else kv_len_B.clamp(min=1).repeat_interleave(num_kv_heads).view(-1, 1, 1)
         mean_k_X1d = k.sum(dim=1, keepdim=True) / tokens
-        lse_offset = scale * (q.to(dtype) @ mean_k_X1d.to(dtype).transpose(1, 2)).squeeze(2)
+        lse_offset = scale * (q @ mean_k_X1d.transpose(1, 2)).squeeze(2)
         k = k - mean_k_X1d
     if recipe.smooth_q:
         mean_q = _block_means(q.reshape(-1, num_queries, d)).view_as(q)
-        q = q - mean_q
-        mean_q, k_plain = mean_q.to(dtype), k.to(dtype)
-
-    def quantised(x: Tensor, format: str, axis: int) -> Tensor:
-        return fake_quantize(x, format, axis, recipe.scale_divisors).to(dtype)
-
+        q, k_plain = q - mean_q, k
     limit_BN = key_limit(num_queries, num_keys, B, kv_len_B, causal, q.device)
-    return Operands(
-        q_XRd=quantised(q, recipe.qk, -1),
-        mean_q_XRd=mean_q,
-        k_XKd=quantised(k, recipe.qk, -1),
-        k_plain_XKd=k_plain,
-        v_XKd=quantised(v, recipe.pv, 1),
-        limit_XR=None if limit_BN is None else limit_BN[:, None, None].expand(B, num_kv_heads, group, -1).reshape(B * num_kv_heads, -1),
-        lse_offset_XR=lse_offset,
-        num_keys=num_keys,
-        scale=scale,
-    )
+    if limit_BN is not None:
+        limit_BN = limit_BN[:, None, None].expand(B, num_kv_heads, H // num_kv_heads, -1).reshape(B * num_kv_heads, -1)
+    return Operands(q, mean_q, k, k_plain, v, limit_BN, lse_offset, num_keys, scale)
 
 
 def _key_block(recipe: AttentionRecipe) -> int:
@@ -174,38 +177,38 @@ def quantise_p(p_XKR: Tensor, recipe: AttentionRecipe, out_XKR: Tensor) -> Tenso
     """p' of p >= 0, in blocks along keys, from p's fp32 value. Written to `out_XKR` (may be p itself) where that saves a copy; use the result."""
     if recipe.two_level_p:
         tiles = p_XKR.unflatten(1, (-1, TWO_LEVEL_KEYS))
-        row_scale = tiles.float().amax(2, keepdim=True) * _fp32_reciprocal(TWO_LEVEL_MAX)
+        row_scale = tiles.float().amax(2, keepdim=True) * _RECIPROCAL_2688
         tiles = (tiles.float() * row_scale.reciprocal().masked_fill_(row_scale == 0, 0.0)).to(p_XKR.dtype)
         return fake_quantize(tiles.flatten(1, 2), recipe.pv, 1).unflatten(1, (-1, TWO_LEVEL_KEYS)).mul_(row_scale).flatten(1, 2)
     if recipe.pv != "nvfp4" or p_XKR.dtype != torch.float32:
         return fake_quantize(p_XKR, recipe.pv, 1)
     # The same as fake_quantize, without its passes for signs and for infinities (p has neither) and without new memory for every step.
     blocks, out = (x.unflatten(1, (-1, FORMATS["nvfp4"].block_size)) for x in (p_XKR, out_XKR))
-    scales = round_e4m3_(blocks.amax(2, keepdim=True).mul_(_fp32_reciprocal(6.0)))
-    torch.mul(blocks, scales.reciprocal().masked_fill_(scales == 0, 0.0), out=out)
+    scales = round_e4m3_(blocks.amax(2, keepdim=True).mul_(_RECIPROCAL_6))
+    torch.mul(blocks, scales.clamp(min=_SMALLEST_E4M3).reciprocal_(), out=out)  # where s = 0 any finite r will do: c * s is 0
     round_e2m1_(out_XKR)
     out.mul_(scales)
     return out_XKR
 
 
-def _fp32_reciprocal(x: float) -> float:
-    """fp32(1/x) as a Python float, which torch hands to an fp32 kernel unchanged."""
-    return torch.tensor(1.0 / x, dtype=torch.float32).item()
+def row_weights(x: Operands, recipe: AttentionRecipe, heads: slice, rows: slice, out_XKR: Tensor) -> tuple[Tensor, Tensor]:
+    """p = 2^(t - m + g), not quantised, written to `out_XKR`; and m_X1R."""
+    t = _scores(x, heads, rows, out_XKR)
+    m_X1R = t.amax(dim=1, keepdim=True).ceil_()
+    if x.limit_XR is not None:
+        m_X1R.masked_fill_(x.limit_XR[heads, None, rows] == 0, 0.0)  # -inf - -inf would be NaN; only here: a NaN of the data stays one
+    return t.sub_(m_X1R - recipe.p_gain_log2).exp2_(), m_X1R
 
 
 def forward_rows(x: Operands, recipe: AttentionRecipe, heads: slice, rows: slice, buffers: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """O, m and l of some rows of some heads. `buffers`: `FORWARD_BUFFERS` of shape (X, K, R) to be overwritten."""
-    t = _scores(x, heads, rows, buffers[0])
-    m = t.amax(dim=1, keepdim=True).ceil_()
-    if x.limit_XR is not None:
-        m.masked_fill_(x.limit_XR[heads, None, rows] == 0, 0.0)  # -inf - -inf would be NaN; only here, so that a NaN of the data stays one
-    p = t.sub_(m - recipe.p_gain_log2).exp2_()
+    p, m_X1R = row_weights(x, recipe, heads, rows, buffers[0])
     l_X1R = p.sum(dim=1, keepdim=True)
     p = quantise_p(p, recipe, p)
     if recipe.normalizer == "quantised":
         l_X1R = p.sum(dim=1, keepdim=True)
     out = torch.bmm(p.transpose(1, 2), x.v_XKd[heads]).mul_(_inverse(l_X1R).transpose(1, 2))
-    return out, m.squeeze(1), l_X1R.squeeze(1)
+    return out, m_X1R.squeeze(1), l_X1R.squeeze(1)
 
 
 def backward_rows(

@@ -26,7 +26,9 @@ def forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | N
     """out (B, Nq, H, d), differentiable."""
     num_queries, num_keys = q_BNHd.shape[1], k_BNHd.shape[1]
     mask = empty_BN = None
-    is_causal = causal and kv_len_B is None and num_queries == num_keys  # torch aligns causal masks to the top left
+    # As branches: with dynamic shapes, torch.compile needs them decided, and SDPA takes no symbolic bool.
+    enable_gqa = True if q_BNHd.shape[2] != k_BNHd.shape[2] else False  # noqa: SIM210
+    is_causal = True if causal and kv_len_B is None and num_queries == num_keys else False  # noqa: SIM210  torch aligns causal masks to the top left
     if kv_len_B is not None:
         past_BK11 = (torch.arange(num_keys, device=q_BNHd.device) >= kv_len_B.unsqueeze(1))[:, :, None, None]
         k_BNHd, v_BNHd = (x.masked_fill(past_BK11, 0.0) for x in (k_BNHd, v_BNHd))  # garbage there may be NaN, and 0 * NaN is NaN
@@ -45,7 +47,7 @@ def forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | N
         dropout_p=0.0,
         is_causal=is_causal,
         scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
+        enable_gqa=enable_gqa,
     )
     out = out.permute(0, 2, 1, 3)
     return out if empty_BN is None else out.masked_fill(empty_BN[:, :, None, None], 0.0)

@@ -9,6 +9,7 @@ beside dozens over N * N, and an own copy would be more memory than the inputs t
 `reference.py`).
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -19,7 +20,7 @@ from videoqat.recipes import AttentionRecipe
 
 NATIVE = False
 REASON = "emulates the quantised arithmetic in fp32 with torch operations, on any device"
-TILE_ELEMENTS = 2**18
+TILE_ELEMENTS = 2**19
 MIN_TILE_ROWS = 16
 
 
@@ -76,6 +77,7 @@ def _tiles(x: reference.Operands, num_buffers: int) -> Iterator[tuple[slice, sli
     num_keys = x.k_XKd.shape[1]
     tile_rows = min(num_rows, max(MIN_TILE_ROWS, TILE_ELEMENTS // num_keys))
     tile_heads = min(num_heads, max(1, TILE_ELEMENTS // (num_keys * tile_rows)))
+    tile_heads = math.ceil(num_heads / math.ceil(num_heads / tile_heads))  # as many tiles, of even size
     memory = torch.empty(num_buffers, tile_heads * num_keys * tile_rows, device=x.q_XRd.device)
     for head in range(0, num_heads, tile_heads):
         heads = slice(head, min(head + tile_heads, num_heads))
