@@ -35,7 +35,7 @@ def engine(model) -> Engine:
     return Engine(model, CPU)
 
 
-def stock_frames(folder: Path, sampling: SamplingConfig, seed: int, dtype: torch.dtype) -> np.ndarray:
+def stock_frames(folder: Path, sampling: SamplingConfig, seed: int, dtype: torch.dtype, device: str = "cpu") -> np.ndarray:
     """What diffusers alone renders, in the words of its documentation."""
     from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanPipeline
 
@@ -43,6 +43,7 @@ def stock_frames(folder: Path, sampling: SamplingConfig, seed: int, dtype: torch
     pipe = WanPipeline.from_pretrained(folder, vae=vae, torch_dtype=dtype)
     pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=sampling.flow_shift)
     pipe.set_progress_bar_config(disable=True)
+    pipe.to(device)
     frames = pipe(
         prompt=PROMPT,
         negative_prompt=sampling.negative_prompt,
@@ -302,3 +303,27 @@ def test_a_gpu_that_is_not_there(model):
         pytest.skip("this machine has a GPU")
     with pytest.raises(ConfigError, match=r"cuda:3.*legal"):
         Engine(model, RuntimeConfig(device="cuda:3"))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_stock_diffusers_too(model):
+    engine = Engine(model, RuntimeConfig(device="cuda"))
+    assert engine.dtype == torch.bfloat16
+    result = engine.generate(PROMPT, 3, SAMPLING, "bf16")
+    assert np.array_equal(result.frames, stock_frames(model, SAMPLING, 3, torch.bfloat16, "cuda"))
+    quantised = engine.generate(PROMPT, 3, SAMPLING, "attn_qat")
+    assert not np.array_equal(result.frames, quantised.frames)
+    assert all(receipt["device"].startswith("cuda") for receipt in quantised.receipts)
+    assert all(seconds > 0 for seconds in (result.timings["text_s"], result.timings["vae_s"], *result.timings["steps_s"]))
+
+
+@pytest.mark.gpu
+def test_the_noise_is_the_same_on_every_device(model, engine):
+    first = {}
+    for name, one in {"cpu": engine, "cuda": Engine(model, RuntimeConfig(device="cuda", dtype="float32"))}.items():
+        hook = one.transformers["transformer"].register_forward_pre_hook(
+            lambda module, args, kwargs, name=name: first.setdefault(name, kwargs["hidden_states"].cpu()), with_kwargs=True
+        )
+        one.generate(PROMPT, 3, SAMPLING, "bf16")
+        hook.remove()
+    assert torch.equal(first["cpu"], first["cuda"])

@@ -324,6 +324,8 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         "dtype": planned["dtype"],
         "provenance": provenance(str(engine.device)),
     }
+    sidecar = Path(config.out).with_suffix(".json")
+    sidecar.unlink(missing_ok=True)  # an older video's record must never stand beside this one
     write_video(config.out, result.frames, config.sampling.fps)
-    write_json(Path(config.out).with_suffix(".json"), record)
+    write_json(sidecar, record)
     return record
