@@ -268,6 +268,8 @@ def test_the_average_is_what_the_steps_weights_say(make: Any) -> None:
     config = make("run", train__steps=2, train__save_every=1, optimizer__ema_decay=0.75)
     train(config)
     first, second = (stored(Path(config.out) / f"checkpoints/step-00000{step}") for step in (1, 2))
+    averaged, weights = ({key.partition(".")[2] for key in second if key.startswith(part)} for part in ("ema.", "model."))
+    assert averaged == weights != set()
     for key, average in second.items():
         if key.startswith("ema."):
             expected = 0.75 * first[key] + 0.25 * second["model." + key.removeprefix("ema.")]
