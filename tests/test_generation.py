@@ -319,11 +319,16 @@ def test_on_a_gpu_it_is_stock_diffusers_too(model):
 
 @pytest.mark.gpu
 def test_the_noise_is_the_same_on_every_device(model, engine):
-    first = {}
+    first: dict[str, torch.Tensor] = {}
+
+    def keep(name):
+        def hook(module, args, kwargs):
+            first.setdefault(name, kwargs["hidden_states"].cpu())
+
+        return hook
+
     for name, one in {"cpu": engine, "cuda": Engine(model, RuntimeConfig(device="cuda", dtype="float32"))}.items():
-        hook = one.transformers["transformer"].register_forward_pre_hook(
-            lambda module, args, kwargs, name=name: first.setdefault(name, kwargs["hidden_states"].cpu()), with_kwargs=True
-        )
+        handle = one.transformers["transformer"].register_forward_pre_hook(keep(name), with_kwargs=True)
         one.generate(PROMPT, 3, SAMPLING, "bf16")
-        hook.remove()
+        handle.remove()
     assert torch.equal(first["cpu"], first["cuda"])
