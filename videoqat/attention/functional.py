@@ -7,7 +7,7 @@ Recipes that quantise nothing go to torch's own SDPA.
 
 import functools
 import json
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,6 +17,36 @@ from videoqat.errors import AttentionError
 from videoqat.recipes import AttentionRecipe, get_recipe, recipe_from_dict
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@overload
+def attention(
+    q_BNHD: Tensor,
+    k_BNHD: Tensor,
+    v_BNHD: Tensor,
+    recipe: AttentionRecipe | str,
+    *,
+    scale: float | None = ...,
+    kv_len: Tensor | None = ...,
+    causal: bool = ...,
+    kernel: str = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def attention(
+    q_BNHD: Tensor,
+    k_BNHD: Tensor,
+    v_BNHD: Tensor,
+    recipe: AttentionRecipe | str,
+    *,
+    scale: float | None = ...,
+    kv_len: Tensor | None = ...,
+    causal: bool = ...,
+    kernel: str = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(

@@ -219,7 +219,7 @@ class WanFamily:
 
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
         """The velocity noise - data, in the transformer's dtype."""
-        dtype = transformer.dtype
+        dtype: torch.dtype = transformer.dtype  # type: ignore[assignment]
         timestep_B = t_B.float() * TIME_SCALE
         return transformer(x_BCFHW.to(dtype), timestep_B, text_BLD.to(dtype), return_dict=False)[0]
 
