@@ -111,7 +111,7 @@ def validation(entries: list[dict[str, Any]]) -> str:
             )
         axes.plot(100 * found["relative"], row, "o", color=colour(row + 1), markersize=8)
         axes.annotate(
-            f"{100 * found['relative']:+.2f} %", (100 * found["relative"], row), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
+            f"{100 * found['relative']:+.2g} %", (100 * found["relative"], row), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
         )
     axes.axvline(0, color=INK, linewidth=1)
     axes.set_yticks(range(len(entries) - 1), [entry["name"] for entry in entries[1:]], parse_math=False)
