@@ -235,8 +235,9 @@ def test_resuming_with_another_model_is_refused(make: Any, whole_run: Path, tmp_
 def test_all_torn_is_said_and_nothing_is_overwritten(make: Any, whole_run: Path, tmp_path: Path) -> None:
     shutil.copytree(whole_run, tmp_path / "run")
     (tmp_path / "run/checkpoints/step-000007/COMMITTED").unlink()
-    with pytest.raises(UserError, match=r"checkpoints holds no whole checkpoint \(step-000007: it has no COMMITTED file\)"):
-        train(make("run", **RESUMED))
+    for command in (train, trainer.plan):
+        with pytest.raises(UserError, match=r"checkpoints holds no whole checkpoint \(step-000007: it has no COMMITTED file\)"):
+            command(make("run", **RESUMED))
 
 
 def test_a_checkpoint_that_is_torn_is_refused_by_path(make: Any, whole_run: Path, tmp_path: Path) -> None:

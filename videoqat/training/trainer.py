@@ -293,6 +293,12 @@ def _train(job: Job, out: Path) -> dict[str, Any]:
     with disk_errors(out), atomic_path(out / "config.yaml") as aside:
         aside.write_text(to_yaml(config))
     _write_provenance(job, out, [*earlier, session])
+    num_weights = sum(parameter.numel() for parameter in run.transformer.parameters())
+    how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
+    say(
+        f"{config.model.component} of {config.model.path} on {job.device}: {num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
+    )
+    say(f"attention: recipe {job.recipe.name} in {len(run.layers)} layers ({how})")
 
     stopped_by, announced = None, False
     with (
@@ -342,6 +348,11 @@ def _write_provenance(job: Job, out: Path, sessions: list[dict[str, Any]]) -> No
 
 
 def plan(config: TrainConfig) -> dict[str, Any]:
-    """Checks everything `train` would, and says what it amounts to; loads no weights and writes nothing."""
+    """Checks everything `train` would, and says what it amounts to; loads no weights and writes nothing.
+
+    Returns:
+        What `job.estimate` does, and `resumed_from`.
+    """
     job = check(config)
-    return estimate(job)
+    chosen = _start_from(job)
+    return estimate(job) | {"resumed_from": str(chosen) if chosen else None}
