@@ -295,9 +295,8 @@ def _train(job: Job, out: Path) -> dict[str, Any]:
     _write_provenance(job, out, [*earlier, session])
     num_weights = sum(parameter.numel() for parameter in run.transformer.parameters())
     how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
-    say(
-        f"{config.model.component} of {config.model.path} on {job.device}: {num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
-    )
+    size = f"{num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
+    say(f"training {config.model.component} of {config.model.path} on {job.device}: {size}")
     say(f"attention: recipe {job.recipe.name} in {len(run.layers)} layers ({how})")
 
     stopped_by, announced = None, False
