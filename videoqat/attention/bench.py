@@ -45,7 +45,7 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
         return out
 
     def sdpa() -> Tensor:
-        return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+        return F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)).transpose(1, 2)
 
     def sdpa_by(backend: SDPBackend) -> Callable[[], Tensor]:
         def run() -> Tensor:

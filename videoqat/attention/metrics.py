@@ -24,7 +24,6 @@ def cosine(a: Tensor, b: Tensor) -> float:
     return float(a @ b / (a.norm() * b.norm()))
 
 
-@torch.no_grad()
 def attention_health(
     q_BNHd: Tensor,
     k_BNHd: Tensor,
@@ -45,7 +44,13 @@ def attention_health(
         p_mass_lost_share: share of the softmax weight (of P's sum) that became zero.
         All are 0 for operands that aren't quantised, or that have no blocks.
     """
-    recipe = get_recipe(recipe)
+    with torch.no_grad(), torch.autocast(q_BNHd.device.type, enabled=False):
+        return _health(q_BNHd, k_BNHd, v_BNHd, get_recipe(recipe), scale, kv_len, max_queries)
+
+
+def _health(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRecipe, scale: float | None, kv_len: Tensor | None, max_queries: int
+) -> dict[str, float]:
     factor = q_BNHd.shape[3] ** -0.5 if scale is None else scale
     plain = reference.arrange(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)
     quantised = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)

@@ -59,7 +59,7 @@ def log_sum_exp(q_BNHd: Tensor, k_BNHd: Tensor, kv_len_B: Tensor | None, scale: 
     num_keys, num_kv_heads = k_BNHd.shape[1:3]
     limit_BN = reference.key_limit(num_queries, num_keys, B, kv_len_B, causal, q_BNHd.device)
     lse = torch.empty(B, H, num_queries, device=q_BNHd.device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(lse.device.type, enabled=False):
         for head in range(H):
             q, k = q_BNHd[:, :, head].float(), k_BNHd[:, :, head * num_kv_heads // H].float()
             logits = q @ k.transpose(1, 2) * (d**-0.5 if scale is None else scale)
