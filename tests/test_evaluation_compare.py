@@ -10,11 +10,11 @@ from helpers.pipelines import change_weights, enliven
 
 from videoqat.config import CompareConfig, CompareEntry, RuntimeConfig, SamplingConfig
 from videoqat.data.video_io import read_video
-from videoqat.errors import UserError
+from videoqat.errors import NonFiniteVideo, UserError
 from videoqat.evaluation import compare as compare_module
 from videoqat.evaluation.compare import compare, plan, read_prompts
 from videoqat.evaluation.fidelity import fidelity, flicker
-from videoqat.generation.engine import Engine, NonFiniteVideo
+from videoqat.generation.engine import Engine
 
 CPU = RuntimeConfig(device="cpu")
 SAMPLING = SamplingConfig(num_frames=5, height=32, width=32, num_inference_steps=2, max_text_tokens=16)

@@ -10,8 +10,8 @@ from torch import nn
 
 from videoqat.config import ObjectiveConfig
 from videoqat.data.dataset import CachedVideos
-from videoqat.errors import DataError
-from videoqat.evaluation.validation import NonFiniteLoss, check_cache, choose_samples, draw_stratified, paired_losses, summarise
+from videoqat.errors import DataError, NonFiniteLoss
+from videoqat.evaluation.validation import check_cache, choose_samples, draw_stratified, paired_losses, summarise
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
 from videoqat.training.objective import shift_time
@@ -59,12 +59,14 @@ def test_the_same_model_twice_differs_by_exactly_nothing(model, transformer, cac
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_losses_do_not_depend_on_the_batch(model, transformer, cache, batch_size):
-    install(transformer, "attn_qat_search")
+# Quantised: products of other shapes differ in their last bits, and now and then that flips a 4-bit code.
+@pytest.mark.parametrize(("recipe", "rtol"), [("bf16", 1e-5), ("attn_qat_search", 2e-3)])
+def test_losses_do_not_depend_on_the_batch(model, transformer, cache, batch_size, recipe, rtol):
+    install(transformer, recipe)
     reference = losses(model, transformer, cache)
-    assert np.allclose(losses(model, transformer, cache, batch_size=batch_size), reference, rtol=1e-4)
+    assert np.allclose(losses(model, transformer, cache, batch_size=batch_size), reference, rtol=rtol)
     # A clip's losses are its own, whoever is measured beside it.
-    assert np.allclose(losses(model, transformer, cache, samples=[2]), reference[2:], rtol=1e-4)
+    assert np.allclose(losses(model, transformer, cache, samples=[2]), reference[2:], rtol=rtol)
 
 
 def test_value_by_hand(tiny_pipeline, cache):

@@ -12,9 +12,9 @@ from helpers.training import tiny_config
 
 from videoqat.config import ExportConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from videoqat.data.video_io import read_video
-from videoqat.errors import CheckpointError, ConfigError, UserError
+from videoqat.errors import CheckpointError, ConfigError, NonFiniteVideo, UserError
 from videoqat.generation import engine as engine_module
-from videoqat.generation.engine import Engine, NonFiniteVideo, choose_recipe, doubts_about, generate, plan, text_tokens, with_flow_shift
+from videoqat.generation.engine import Engine, choose_recipe, doubts_about, generate, plan, text_tokens, with_flow_shift
 from videoqat.models.install import installed_recipe
 from videoqat.recipes import RECIPES
 from videoqat.training.export import export

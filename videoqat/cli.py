@@ -1,6 +1,6 @@
 """The command line: parse, load the configuration, call.
 
-Exit codes: 0 done; 1 a fault of ours (with its traceback) or a run that diverged; 2 bad input (one line says what and what is legal);
+Exit codes: 0 done; 1 a fault of ours (with its traceback) or NaN and inf in a result (one line); 2 bad input (one line says what and what is legal);
 75 stopped by a signal after saving, to be started again; 130 interrupted.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from videoqat import __version__
 from videoqat.commands import COMMANDS, Command, execute
 from videoqat.console import is_rank_zero
-from videoqat.errors import TrainingDiverged, UserError
+from videoqat.errors import NonFiniteError, UserError
 from videoqat.files import write_json
 
 EXIT_BAD_INPUT = 2
@@ -98,7 +98,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"videoqat {arguments.name}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except TrainingDiverged as error:
+    except NonFiniteError as error:
         print(f"videoqat {arguments.name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

@@ -28,5 +28,17 @@ class DataError(UserError):
     """A data folder that holds nothing usable, or a cache that doesn't fit the settings."""
 
 
-class TrainingDiverged(RuntimeError):
+class NonFiniteError(RuntimeError):
+    """NaN or inf where numbers should be. `str(error)` is one line; the command ends with exit code 1, and nothing broken is written."""
+
+
+class TrainingDiverged(NonFiniteError):
     """Loss or gradient became NaN or inf. Names the step, the first layer and the last good checkpoint."""
+
+
+class NonFiniteVideo(NonFiniteError):
+    """A model generated NaN or inf. Names the stage (and the denoising step) at which it was first seen, the model, the recipe and the seed."""
+
+
+class NonFiniteLoss(NonFiniteError):
+    """A validation loss came out as NaN or inf. Names the model and the clip."""

@@ -18,14 +18,9 @@ from videoqat.config import ObjectiveConfig
 from videoqat.console import progress
 from videoqat.data.dataset import CachedVideos, sample_generator
 from videoqat.data.precompute import encoder_fingerprint
-from videoqat.errors import DataError
+from videoqat.errors import DataError, NonFiniteLoss
 from videoqat.models.spec import ModelFamily
-from videoqat.training.objective import flow_matching_loss, shift_time
-
-
-class NonFiniteLoss(RuntimeError):
-    """A validation loss came out as NaN or inf."""
-
+from videoqat.training.objective import flow_matching_loss, time_at_quantile
 
 SEED = 20_000  # of the noise and the times; the same for every comparison, so that losses of several reports can be held side by side
 BOOTSTRAP_RESAMPLES = 2000
@@ -63,10 +58,8 @@ def draw_stratified(cfg: ObjectiveConfig, sample_index: int, latents_CFHW: Tenso
     noise_generator = sample_generator(SEED, 0, sample_index, "validation noise")
     noise_KCFHW = torch.randn((num_times, *latents_CFHW.shape), generator=noise_generator)
     jitter_K = torch.rand(num_times, generator=sample_generator(SEED, 0, sample_index, "validation time"), dtype=torch.float64)
-    t_K = (torch.arange(num_times) + jitter_K) / num_times
-    if cfg.timestep_sampling == "logit_normal":
-        t_K = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(t_K))
-    return noise_KCFHW, torch.tensor([shift_time(t, cfg.flow_shift) for t in t_K.tolist()])
+    quantile_K = (torch.arange(num_times) + jitter_K) / num_times
+    return noise_KCFHW, torch.tensor([time_at_quantile(cfg, quantile) for quantile in quantile_K.tolist()])
 
 
 @torch.no_grad()

@@ -20,16 +20,12 @@ from videoqat.attention.backends import record_receipts, resolve
 from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
-from videoqat.errors import CheckpointError, UserError
+from videoqat.errors import CheckpointError, NonFiniteVideo, UserError
 from videoqat.files import writable_folder, write_json
 from videoqat.models.install import install, installed_recipe
 from videoqat.models.spec import family_of, read_model_json, read_recipe
 from videoqat.provenance import provenance
 from videoqat.recipes import AttentionRecipe, get_recipe
-
-
-class NonFiniteVideo(RuntimeError):
-    """Sampling yielded NaN or inf. Names the stage (and the denoising step) at which it was first seen, the model and the recipe."""
 
 
 @dataclass

@@ -37,6 +37,14 @@ def shift_time(t: float, flow_shift: float) -> float:
     return flow_shift * t / (1 + (flow_shift - 1) * t)
 
 
+def time_at_quantile(cfg: ObjectiveConfig, quantile: float) -> float:
+    """The (shifted) flow time below which this share of all drawn times lies: the inverse distribution function, in fp64."""
+    t = quantile
+    if cfg.timestep_sampling == "logit_normal":
+        t = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))).item()
+    return shift_time(t, cfg.flow_shift)
+
+
 def time_quantiles(cfg: ObjectiveConfig, time_range: TimeRange) -> TimeRange:
     """The part of the drawn distribution, as quantiles in [0, 1], whose *shifted* times lie in `time_range`.
 
@@ -80,13 +88,10 @@ def draw(cfg: ObjectiveConfig, seed: int, epoch: int, sample_index: int, latents
         return torch.rand((), generator=sample_generator(seed, epoch, sample_index, stream), dtype=torch.float64).item()
 
     low, high = time_quantiles(cfg, time_range)
-    quantile = low + (high - low) * uniform("time")
-    t = quantile
-    if cfg.timestep_sampling == "logit_normal":
-        t = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))).item()
+    t = time_at_quantile(cfg, low + (high - low) * uniform("time"))
     noise_CFHW = torch.randn(latents_CFHW.shape, generator=sample_generator(seed, epoch, sample_index, "noise"))
     # Rounding at the ends must not hand an expert a time of the other expert.
-    t = min(max(shift_time(t, cfg.flow_shift), time_range[0]), time_range[1])
+    t = min(max(t, time_range[0]), time_range[1])
     return Draw(noise_CFHW, t, uniform("caption") < cfg.caption_dropout)
 
 
