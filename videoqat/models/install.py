@@ -47,12 +47,12 @@ def install(
     """
     recipe = get_recipe(recipe)
     family = family or family_of_transformer(transformer)
-    uninstall(transformer)
     layers = family.attention_layers(transformer)
     last = max(layer.index for layer in layers)
     for index in recipe.keep_layers:
         if not 0 <= index <= last:
             raise ConfigError(f"recipe {recipe.name!r}: keep_layers names block {index}, but this model has blocks 0 to {last}")
+    uninstall(transformer)
     stock = [layer.module.processor for layer in layers]
     quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index)]
     for layer in layers:

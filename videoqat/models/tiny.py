@@ -66,8 +66,6 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
     from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
-    from videoqat.models.wan import initialise
-
     config.validate()
     out = Path(config.out)
     if out.exists():
@@ -76,7 +74,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
 
     def transformer(seed: int) -> WanTransformer3DModel:
         torch.manual_seed(seed)
-        model = WanTransformer3DModel(
+        return WanTransformer3DModel(
             patch_size=(1, 1, 1),
             num_attention_heads=config.num_heads,
             attention_head_dim=config.head_dim,
@@ -87,9 +85,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
             ffn_dim=4 * config.num_heads * config.head_dim,
             num_layers=config.num_layers,
             rope_max_seq_len=256,
-        )
-        initialise(model)
-        return model.eval()
+        ).eval()
 
     tokenizer = build_tokenizer()
     vae = load_tiny_vae()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from videoqat.attention.functional import attention
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.models.spec import AttentionLayer, Geometry, check_weights, read_model_json
 from videoqat.recipes import AttentionRecipe
@@ -75,12 +76,15 @@ class WanProcessor:
         return attn.to_out[1](attn.to_out[0](out))
 
     def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
-        # Under autocast the norms give fp32 where the projections give bf16; diffusers casts q's and k's rounding away the same way, in SDPA.
-        from videoqat.attention.functional import attention
-
+        """(B, N, heads * head_dim) in q's dtype."""
+        dtype = q_BNHD.dtype
+        if torch.is_autocast_enabled(q_BNHD.device.type):
+            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
+            low = torch.get_autocast_dtype(q_BNHD.device.type)
+            q_BNHD, k_BNHD, v_BNHD = q_BNHD.to(low), k_BNHD.to(low), v_BNHD.to(low)
         if self.observer is not None:
             self.observer(self.layer, q_BNHD, k_BNHD, v_BNHD)
-        return attention(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel).flatten(2, 3).type_as(q_BNHD)
+        return attention(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel).flatten(2, 3).to(dtype)
 
 
 def _project(attn: Any, hidden_states: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,7 +168,6 @@ class WanFamily:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed)
                 model = WanTransformer3DModel.from_config(config)
-                initialise(model)
             for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
                 if not any(part in name.split(".") for part in model._keep_in_fp32_modules):
                     parameter.data = parameter.data.to(dtype)
@@ -251,19 +254,6 @@ class WanFamily:
         present = self.components(folder)
         if component not in present:
             raise CheckpointError(f"{folder} has no {component!r}; it has: {', '.join(present)}")
-
-
-def initialise(transformer: nn.Module) -> None:
-    """Random weights for training from scratch, as Wan's own code draws them: Xavier-uniform matrices, small embeddings, an output of zero."""
-    for name, module in transformer.named_modules():
-        if isinstance(module, nn.Linear | nn.Conv3d):
-            if "time_embedder" in name or "text_embedder" in name:
-                nn.init.normal_(module.weight, std=0.02)
-            else:
-                nn.init.xavier_uniform_(module.weight.flatten(1))
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-    nn.init.zeros_(transformer.proj_out.weight)  # type: ignore[union-attr, arg-type]
 
 
 FAMILY = WanFamily()
