@@ -1,11 +1,15 @@
 """What all tests share: one torch thread a worker, and tests that need a GPU skip where there is none."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels on the CPU; it is read when they are imported
 
 if TYPE_CHECKING:
     from videoqat.config import TrainConfig

@@ -1,0 +1,1 @@
+"""Attn-QAT's attention in Triton: quantise (quantize.py), forward and backward (attention.py)."""

@@ -1,0 +1,267 @@
+"""Forward and backward on the host's side: quantise, choose tiles, launch.
+
+`recipe` is any object with the fields of videoqat's AttentionRecipe. Its arithmetic is emulated: the operands hold exactly the values that
+the formats can say, the products are bf16 with fp32 accumulators.
+"""
+
+import contextlib
+import math
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from videoqat_kernels.triton_ops.attn_backward import attn_backward_dkdv_kernel, attn_backward_dq_kernel, prepare_gradient_kernel
+from videoqat_kernels.triton_ops.attn_forward import attn_forward_kernel
+from videoqat_kernels.triton_ops.quantize import BLOCK_FORMATS, dequantize, padded_tokens, quantize
+
+LOG2_E = 1.4426950408889634
+SMOOTH_Q_TOKENS = 128
+MAX_HEAD_DIM = 128
+
+
+class Recipe(Protocol):
+    """What is quantised and how; see videoqat/recipes.py."""
+
+    qk: str
+    pv: str
+    p_gain_log2: int
+    scale_divisors: tuple[float, ...]
+    normalizer: str
+    grad_p: str
+    smooth_q: bool
+    smooth_k: bool
+    two_level_p: bool
+    delta: str
+    dv_p: str
+
+
+class Tile(NamedTuple):
+    """Rows and columns of the score tile, warps of a program, and how many tiles ahead memory is fetched."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class ForwardResult(NamedTuple):
+    """out (B, Nq, H, d) in q's dtype; lse, m, l (B, H, Nq) fp32; codes: q, k, v codes and scales in that order, those that were asked for."""
+
+    out: Tensor
+    lse: Tensor
+    m: Tensor
+    l: Tensor
+    codes: list[Tensor]
+
+
+def coded_operands(recipe: Recipe) -> tuple[bool, bool, bool]:
+    """Whether q, k, v have codes that can stand for them in the backward; those that haven't must be kept themselves."""
+    qk, pv = recipe.qk in BLOCK_FORMATS, recipe.pv in BLOCK_FORMATS
+    return qk, qk, pv
+
+
+def forward(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: Recipe, scale: float, causal: bool, keep_codes: bool
+) -> ForwardResult:
+    """Attention of q (B, Nq, H, d) over k, v (B, Nk, H_kv, d), of any strides with channels side by side, none of them changed.
+
+    Args:
+        kv_len_B: (B,) integers: how many keys of each sample are real; None: all.
+        scale: factor on the logits, > 0.
+        causal: query i sees keys j <= i + kv_len - Nq.
+        keep_codes: return the codes that `backward` needs.
+    """
+    B, Nq, H, d = q_BNHd.shape
+    Nk, H_kv = k_BNHd.shape[1:3]
+    kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
+    with _on(q_BNHd):
+        mean_q = mean_k = bias = None
+        if recipe.smooth_k:
+            mean_k = _mean_over_tokens(k_BNHd, kv_len)
+        if recipe.smooth_q:
+            mean_q, bias = _smoothing_of_q(q_BNHd, k_BNHd, mean_k, kv_len, scale)
+        q, q_codes = _quantised_q(q_BNHd, recipe, keep_codes, mean_q)
+        k, k_codes = _quantised_k(k_BNHd, kv_len, recipe, keep_codes, mean_k)
+        v, v_codes = _quantised_v(v_BNHd, kv_len, recipe, keep_codes)
+        out = torch.empty((B, Nq, H, d), dtype=q_BNHd.dtype, device=q_BNHd.device)
+        lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q_BNHd.device) for _ in range(3))
+        tile = _forward_tile(q.shape[3], recipe)
+        attn_forward_kernel[(triton.cdiv(Nq, tile.queries), B * H)](
+            _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys), bias, out, m, l, lse, kv_len,
+            *out.stride()[:3], Nq, Nk, q.shape[2], k.shape[2], H, H_kv, 0 if bias is None else bias.shape[2],
+            LOG2_E * scale, float(recipe.p_gain_log2),
+            D=d, DP=q.shape[3], BLOCK_M=tile.queries, BLOCK_N=tile.keys, GROUP=_p_group(recipe), CAUSAL=causal, P_FORMAT=recipe.pv,
+            QUANTISED_SUM=recipe.normalizer == "quantised", TWO_LEVEL=recipe.two_level_p, HAS_BIAS=bias is not None,
+            MAXIMUM_FIRST=_maximum_first(recipe),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        if mean_k is not None:  # what smoothing took from every logit of the row
+            mean_of_head = mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
+            lse += scale * torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head)
+    return ForwardResult(out, lse, m, l, [*q_codes, *k_codes, *v_codes])
+
+
+def backward(
+    grad_out_BNHd: Tensor,
+    out_BNHd: Tensor,
+    m_BHN: Tensor,
+    l_BHN: Tensor,
+    codes: list[Tensor],
+    originals: tuple[Tensor | None, Tensor | None, Tensor | None],
+    kv_len_B: Tensor | None,
+    num_keys: int,
+    recipe: Recipe,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dQ, dK, dV, contiguous, in the dtype of `grad_out`, from what `forward` returned with `keep_codes`.
+
+    Args:
+        originals: q, k, v where `coded_operands` says that they have no codes.
+    """
+    B, Nq, H, d = grad_out_BNHd.shape
+    device = grad_out_BNHd.device
+    kv_len = _lengths(kv_len_B, B, num_keys, device)
+    grad_out = grad_out_BNHd if grad_out_BNHd.stride(3) == 1 else grad_out_BNHd.contiguous()
+    left = list(codes)
+    group = _p_group(recipe)
+    with _on(grad_out):
+        if recipe.qk in BLOCK_FORMATS:
+            q = dequantize(left.pop(0), left.pop(0), recipe.qk, along_tokens=False, tokens=Nq, channels=d)
+            k = dequantize(left.pop(0), left.pop(0), recipe.qk, along_tokens=False, tokens=num_keys, channels=d, permute=group)
+        else:
+            assert originals[0] is not None
+            assert originals[1] is not None
+            mean_k = _mean_over_tokens(originals[1], kv_len) if recipe.smooth_k else None
+            q, _ = _quantised_q(originals[0], recipe, False, None)
+            k, _ = _quantised_k(originals[1], kv_len, recipe, False, mean_k)
+        if recipe.pv in BLOCK_FORMATS:
+            v = dequantize(left.pop(0), left.pop(0), recipe.pv, along_tokens=True, tokens=num_keys, channels=d, permute=group)
+        else:
+            assert originals[2] is not None
+            v, _ = _quantised_v(originals[2], kv_len, recipe, False)
+        H_kv, Nq_padded, Nk_padded, DP = k.shape[1], q.shape[2], k.shape[2], q.shape[3]
+
+        do_c = torch.empty_like(q)
+        shift, c, d_c = (torch.empty((B, H, Nq_padded), dtype=torch.float32, device=device) for _ in range(3))
+        prepare_gradient_kernel[(Nq_padded // 64, B * H)](
+            grad_out, out_BNHd, m_BHN, l_BHN, do_c, shift, c, d_c, *grad_out.stride()[:3], *out_BNHd.stride()[:3],
+            Nq, Nq_padded, H, float(recipe.p_gain_log2), D=d, DP=DP, TILE=64,
+        )  # fmt: skip
+
+        dq = torch.empty((B, Nq, H, d), dtype=grad_out.dtype, device=device)
+        dk, dv = (torch.empty((B, num_keys, H_kv, d), dtype=grad_out.dtype, device=device) for _ in range(2))
+        p_in_ds = recipe.pv if recipe.grad_p == "quantised" else "exact"
+        # With P' in dS, or for the ablation that takes D from O, D0 is D.
+        find_d = recipe.grad_p == "exact" and recipe.delta == "high_precision_output"
+        shared = {"D": d, "DP": DP, "GROUP": group, "CAUSAL": causal, "P_IN_DS": p_in_ds}
+        tile = _dq_tile(DP, recipe)
+        attn_backward_dq_kernel[(triton.cdiv(Nq, tile.queries), B * H)](
+            _rows(q, tile.queries), _rows(do_c, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys), dq, shift, c, d_c, kv_len,
+            *dq.stride()[:3], Nq, Nq_padded, Nk_padded, H, H_kv, LOG2_E * scale, scale,
+            BLOCK_M=tile.queries, BLOCK_N=tile.keys, FIND_D=find_d, num_warps=tile.warps, num_stages=tile.stages, **shared,
+        )  # fmt: skip
+        tile = _dkdv_tile(DP, recipe, device)
+        attn_backward_dkdv_kernel[(triton.cdiv(num_keys, tile.keys), B * H_kv)](
+            _rows(q, tile.queries), _rows(do_c, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys), dk, dv, shift, d_c, kv_len,
+            *dk.stride()[:3], Nq, num_keys, Nq_padded, Nk_padded, H, H_kv, LOG2_E * scale, scale,
+            BLOCK_M=tile.queries, BLOCK_N=tile.keys, P_IN_DV=recipe.pv if recipe.dv_p == "quantised" else "exact",
+            num_warps=tile.warps, num_stages=tile.stages, **shared,
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _maximum_first(recipe: Recipe) -> bool:
+    """Whether rescaling by a running maximum could change codes of P that matter: when its NVFP4 scales start low in E4M3's range."""
+    return recipe.pv in ("nvfp4", "fp8") and recipe.p_gain_log2 < 8 and not recipe.two_level_p
+
+
+def _p_group(recipe: Recipe) -> int:
+    """Keys of a block of P: what the rows of K and V are permuted for."""
+    return 32 if recipe.pv in ("mxfp4", "mxfp8") else 16
+
+
+def _forward_tile(channels: int, recipe: Recipe) -> Tile:
+    """Fastest measured on an H200. Blocks of 32 and two_level_p need 128 keys in a tile."""
+    if _p_group(recipe) == 32 or recipe.two_level_p:
+        return Tile(64, 128, 4, 2)
+    return Tile(128, 64, 4, 2 if channels > 64 else 3)
+
+
+def _dq_tile(channels: int, recipe: Recipe) -> Tile:
+    if _p_group(recipe) == 32:
+        return Tile(64, 128, 8, 2)
+    return Tile(64, 64, 4, 2 if channels > 64 else 3)
+
+
+def _dkdv_tile(channels: int, recipe: Recipe, device: torch.device) -> Tile:
+    if _p_group(recipe) == 32:
+        return Tile(64, 128, 8, 2 if _roomy(device) else 1)
+    return Tile(64, 64, 4, 3 if channels <= 64 else 2 if _roomy(device) else 1)
+
+
+def _roomy(device: torch.device) -> bool:
+    """Whether a program can have the 112 KB of shared memory that two stages take (data-centre GPUs: yes; consumer cards: 99 KB)."""
+    return device.type != "cuda" or torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 128 * 1024
+
+
+def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Triton launches on the current device, which need not be the tensors'."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _rows(operand: Tensor, rows: int) -> TensorDescriptor:
+    """All heads' rows as one matrix, read `rows` at a time by the copy engine."""
+    matrix = operand.view(-1, operand.shape[3])
+    if matrix.shape[0] >= 2**31:
+        raise ValueError(f"{matrix.shape[0]} rows of tokens and heads are more than the copy engine can count (2^31)")
+    return TensorDescriptor(matrix, list(matrix.shape), list(matrix.stride()), [rows, matrix.shape[1]])
+
+
+def _lengths(kv_len_B: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
+    return torch.full((batch,), tokens, dtype=torch.int32, device=device) if kv_len_B is None else kv_len_B.to(torch.int32)
+
+
+def _quantised_q(q_BNHd: Tensor, recipe: Recipe, keep_codes: bool, mean: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    lengths = _lengths(None, q_BNHd.shape[0], q_BNHd.shape[1], q_BNHd.device)
+    return quantize(q_BNHd, recipe.qk, along_tokens=False, lengths_B=lengths, divisors=recipe.scale_divisors, store_codes=keep_codes, mean=mean,
+                    mean_tokens=SMOOTH_Q_TOKENS)  # fmt: skip
+
+
+def _quantised_k(k_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: bool, mean: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    return quantize(k_BNHd, recipe.qk, along_tokens=False, lengths_B=kv_len, divisors=recipe.scale_divisors, store_codes=keep_codes, mean=mean,
+                    mean_tokens=1, permute=_p_group(recipe))  # fmt: skip
+
+
+def _quantised_v(v_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: bool) -> tuple[Tensor, list[Tensor]]:
+    return quantize(v_BNHd, recipe.pv, along_tokens=True, lengths_B=kv_len, divisors=recipe.scale_divisors, store_codes=keep_codes,
+                    permute=_p_group(recipe))  # fmt: skip
+
+
+def _mean_over_tokens(k_BNHd: Tensor, kv_len: Tensor) -> Tensor:
+    """fp32 (B, H, 1, d): the mean of the real tokens of each head."""
+    real = torch.arange(k_BNHd.shape[1], device=k_BNHd.device) < kv_len[:, None]
+    total = torch.where(real[:, :, None, None], k_BNHd, 0).sum(dim=1, keepdim=True, dtype=torch.float32)
+    return (total / kv_len.clamp(min=1)[:, None, None, None]).transpose(1, 2).contiguous()
+
+
+def _smoothing_of_q(q_BNHd: Tensor, k_BNHd: Tensor, mean_k: Tensor | None, kv_len: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """The mean of each 128 tokens of q, fp32 (B, H, blocks, d), and what it adds to t: fp32 (B, H, blocks, padded Nk)."""
+    Nq, H = q_BNHd.shape[1:3]
+    B, Nk, H_kv, _ = k_BNHd.shape
+    blocks = padded_tokens(Nq) // SMOOTH_Q_TOKENS
+    padded = torch.nn.functional.pad(q_BNHd.float(), (0, 0, 0, 0, 0, padded_tokens(Nq) - Nq)).unflatten(1, (blocks, SMOOTH_Q_TOKENS))
+    tokens = torch.full((blocks,), float(SMOOTH_Q_TOKENS), device=q_BNHd.device)
+    tokens[-1] = Nq - (blocks - 1) * SMOOTH_Q_TOKENS
+    mean_q = (padded.sum(2) / tokens[:, None, None]).transpose(1, 2).contiguous()
+    real = torch.arange(Nk, device=k_BNHd.device) < kv_len[:, None]
+    k = torch.where(real[:, :, None, None], k_BNHd.float(), 0).transpose(1, 2)
+    if mean_k is not None:
+        k = k - mean_k
+    k = k.repeat_interleave(H // H_kv, dim=1)
+    bias = torch.zeros((B, H, blocks, padded_tokens(Nk)), dtype=torch.float32, device=q_BNHd.device)
+    bias[..., :Nk] = (mean_q @ k.transpose(2, 3)) * (math.log2(math.e) * scale)
+    return mean_q, bias

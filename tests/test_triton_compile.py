@@ -1,0 +1,38 @@
+"""The kernels compile for GPUs that aren't here, to the instructions they are meant to use."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton.backends.nvidia")
+ROOT = Path(__file__).parents[1]
+
+
+def ptx(capability: int, kernel: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT / "kernels")}
+    command = [sys.executable, str(ROOT / "tests" / "helpers" / "cross_compile.py"), str(capability), kernel]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkdv"])
+def test_hopper(kernel):
+    code = ptx(90, kernel)
+    assert "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16" in code
+    assert "e2m1" not in code
+    # Row sums and maxima may cross threads, blocks of P may not: they would take two shuffles for each of 32 elements, twice.
+    assert code.count("shfl.sync") <= 16
+
+
+@pytest.mark.parametrize("capability", [100, 120])
+@pytest.mark.parametrize("kernel", ["quantize", "forward"])
+def test_blackwell_converts_in_hardware(capability, kernel):
+    code = ptx(capability, kernel)
+    assert "cvt.rn.satfinite.e2m1x2.f32" in code
+    assert "cvt.rn.f16x2.e2m1x2" in code
+    if kernel == "forward":
+        assert ("tcgen05.mma" if capability == 100 else "mma.sync") in code
