@@ -39,7 +39,7 @@ BAD_CALLS = {
     "kv_len's device": ({"kv_len": torch.zeros(2, dtype=torch.int32, device="meta")}, "kv_len must be on q's device"),
     "kv_len too long": ({"kv_len": torch.tensor([3, 25])}, r"kv_len=\[3, 25\] must be between 0 and 24"),
     "kv_len negative": ({"kv_len": torch.tensor([-1, 3])}, "between 0 and 24"),
-    "kernel": ({"kernel": "flash5"}, "kernel='flash5' does not exist; legal: auto, sdpa, torch"),
+    "kernel": ({"kernel": "flash5"}, "kernel='flash5' does not exist; legal: auto, sdpa, triton, torch"),
 }
 
 
@@ -111,7 +111,7 @@ def test_the_receipt_comes_from_the_kernel_that_runs(monkeypatch):
     """A kernel that is put in front serves, and the receipt names it: nothing is written down before it ran."""
 
     class Broken:
-        NATIVE, REASON = True, "fastest"
+        NATIVE, REASON, BY_NAME_ONLY = True, "fastest", ()
         why_not = staticmethod(lambda *_: None)
 
         @staticmethod

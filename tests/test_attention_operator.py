@@ -34,9 +34,11 @@ def test_opcheck(name, training):
     torch.library.opcheck(attention_forward, (q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training))
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(training) for x in (q, k, v)]
     torch.library.opcheck(attention_forward, (*strided, None, _to_json(RECIPES[name]), 0.2, False, "torch", training))
-    _, _, m, l_BHN = attention_forward(q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training)
+    _, _, m, l_BHN, kept = attention_forward(q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training)
     with torch.no_grad():
-        torch.library.opcheck(attention_backward, (grad_out, q, k, v, kv_len, m, l_BHN, _to_json(RECIPES[name]), 0.2, True, "auto"))
+        torch.library.opcheck(
+            attention_backward, (grad_out, q, k, v, None, m, l_BHN, kept, kv_len, 25, 2, _to_json(RECIPES[name]), 0.2, True, "auto")
+        )
 
 
 @pytest.mark.parametrize("name", ["attn_qat_search", "bf16"])

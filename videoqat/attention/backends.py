@@ -1,8 +1,9 @@
 """Which kernel serves a call, why, and what really ran.
 
-A kernel is a module with `NATIVE` (False: it emulates the arithmetic), `REASON` (why one would choose it, for the receipt), `why_not(recipe,
-device_type, dtype, head_dim, training)` (None, or why it can't serve), `forward` and `backward`. A new one is its file and one line in
-`KERNELS`, which is in order of preference.
+A kernel is a module with `NATIVE` (False: it emulates the arithmetic), `REASON` (why one would choose it, for the receipt), `BY_NAME_ONLY`
+(device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why it can't serve), `forward`
+and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other). A new one is its file and one line in `KERNELS`, which is in
+order of preference.
 """
 
 import contextlib
@@ -14,12 +15,13 @@ from typing import Any
 
 import torch
 
-from videoqat.attention import sdpa_backend, torch_backend
+from videoqat.attention import sdpa_backend, torch_backend, triton_backend
 from videoqat.errors import AttentionError
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 KERNELS: dict[str, ModuleType] = {
     "sdpa": sdpa_backend,
+    "triton": triton_backend,
     "torch": torch_backend,
 }
 
@@ -66,6 +68,9 @@ def resolve(
         raise AttentionError(f"kernel={kernel!r} does not exist; legal: auto, {', '.join(KERNELS)}")
     device_type = device.split(":")[0]
     obstacles = {name: module.why_not(recipe, device_type, dtype, head_dim, training) for name, module in KERNELS.items()}
+    for name, module in KERNELS.items():
+        if obstacles[name] is None and name != kernel and device_type in module.BY_NAME_ONLY:
+            obstacles[name] = f"on {device_type} it serves only when asked for by name"
     able = [name for name, obstacle in obstacles.items() if obstacle is None]
     if not able:
         raise AttentionError(f"no kernel serves recipe {recipe.name!r} on {device}: {'; '.join(f'{k}: {why}' for k, why in obstacles.items())}")

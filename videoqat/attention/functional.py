@@ -7,6 +7,7 @@ Recipes that quantise nothing go to torch's own SDPA.
 
 import functools
 import json
+from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
@@ -92,7 +93,7 @@ def attention(
         return (out, sdpa_backend.log_sum_exp(q_BNHD, k_BNHD, kv_len, scale, causal)) if return_lse else out
     if scale is None:
         scale = q_BNHD.shape[3] ** -0.5
-    out, lse, _, _ = attention_forward(q_BNHD, k_BNHD, v_BNHD, kv_len, _to_json(recipe), scale, causal, kernel, training)
+    out, lse, *_ = attention_forward(q_BNHD, k_BNHD, v_BNHD, kv_len, _to_json(recipe), scale, causal, kernel, training)
     return (out, lse) if return_lse else out
 
 
@@ -164,14 +165,14 @@ def attention_forward(
     causal: bool,
     kernel: str,
     training: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out (B, Nq, H, d), and lse, m, l (B, H, Nq) fp32; m and l are what the backward needs."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """out (B, Nq, H, d), and lse, m, l (B, H, Nq) fp32, and in training what else the kernel keeps for its backward."""
     if kv_len is not None:
         _check_kv_len_values(kv_len, k.shape[1])
     parsed = _from_json(recipe)
     receipt = backends.resolve(parsed, q.device, q.dtype, q.shape[3], kernel, training)
     with torch.autocast(q.device.type, enabled=False):  # it would run the fp32 products of an emulated kernel in bf16
-        result = backends.KERNELS[receipt.kernel].forward(q, k, v, kv_len, parsed, scale, causal)
+        result = backends.KERNELS[receipt.kernel].forward(q, k, v, kv_len, parsed, scale, causal, training)
     backends.record(receipt)
     return result
 
@@ -179,60 +180,80 @@ def attention_forward(
 @attention_forward.register_fake
 def _attention_forward_fake(
     q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None, recipe: str, scale: float, causal: bool, kernel: str, training: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     B, num_queries, H, d = q.shape
     lse, m_BHN, l_BHN = (q.new_empty((B, H, num_queries), dtype=torch.float32) for _ in range(3))
-    return q.new_empty((B, num_queries, H, d)), lse, m_BHN, l_BHN
+    kept = _kernel(recipe, q, kernel, training).empty_kept(q, k, _from_json(recipe)) if training else []
+    return q.new_empty((B, num_queries, H, d)), lse, m_BHN, l_BHN, kept
+
+
+def _kernel(recipe: str, x: Tensor, kernel: str, training: bool) -> ModuleType:
+    receipt = backends.resolve(_from_json(recipe), x.device, x.dtype, x.shape[3], kernel, training)
+    return backends.KERNELS[receipt.kernel]
 
 
 @torch.library.custom_op("videoqat::attention_backward", mutates_args=())
 def attention_backward(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_len: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    out: Tensor | None,
     m_BHN: Tensor,
     l_BHN: Tensor,
+    kept: list[Tensor],
+    kv_len: Tensor | None,
+    num_keys: int,
+    num_kv_heads: int,
     recipe: str,
     scale: float,
     causal: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ, dK, dV, contiguous, of the shapes and dtypes of q, k, v."""
-    parsed = _from_json(recipe)
-    receipt = backends.resolve(parsed, q.device, q.dtype, q.shape[3], kernel, training=True)
-    with torch.autocast(q.device.type, enabled=False):
-        return backends.KERNELS[receipt.kernel].backward(grad_out, q, k, v, kv_len, m_BHN, l_BHN, parsed, scale, causal)
+    """dQ, dK, dV, contiguous, of the shapes and dtypes of q, k, v. Of q, k, v and out those that the kernel `keeps`; `kept` as it was returned."""
+    module = _kernel(recipe, grad_out, kernel, training=True)
+    with torch.autocast(grad_out.device.type, enabled=False):
+        return module.backward(grad_out, q, k, v, out, m_BHN, l_BHN, kept, kv_len, num_keys, _from_json(recipe), scale, causal)
 
 
 @attention_backward.register_fake
 def _attention_backward_fake(
     grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv_len: Tensor | None,
+    q: Tensor | None,
+    k: Tensor | None,
+    v: Tensor | None,
+    out: Tensor | None,
     m_BHN: Tensor,
     l_BHN: Tensor,
+    kept: list[Tensor],
+    kv_len: Tensor | None,
+    num_keys: int,
+    num_kv_heads: int,
     recipe: str,
     scale: float,
     causal: bool,
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    B, _, _, d = grad_out.shape
+    dk, dv = (grad_out.new_empty((B, num_keys, num_kv_heads, d)) for _ in range(2))
+    return grad_out.new_empty(grad_out.shape), dk, dv
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, kv_len, ctx.recipe, ctx.scale, ctx.causal, ctx.kernel, _ = inputs
-    _, lse, m_BHN, l_BHN = output
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    q, k, v, kv_len, ctx.recipe, ctx.scale, ctx.causal, ctx.kernel, training = inputs
+    out, lse, m_BHN, l_BHN, kept = output
     ctx.mark_non_differentiable(lse, m_BHN, l_BHN)
-    ctx.save_for_backward(q, k, v, kv_len, m_BHN, l_BHN)
+    ctx.num_keys, ctx.num_kv_heads = k.shape[1], k.shape[2]
+    if training:
+        needed = _kernel(ctx.recipe, q, ctx.kernel, training).keeps(_from_json(ctx.recipe))
+        named = (x if keep else None for x, keep in zip((q, k, v, out), needed, strict=True))
+        ctx.save_for_backward(*named, kv_len, m_BHN, l_BHN, *kept)
 
 
-def _backward(ctx: Any, grad_out: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, kv_len, m_BHN, l_BHN = ctx.saved_tensors
-    dq, dk, dv = attention_backward(grad_out, q, k, v, kv_len, m_BHN, l_BHN, ctx.recipe, ctx.scale, ctx.causal, ctx.kernel)
+def _backward(ctx: Any, grad_out: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, out, kv_len, m_BHN, l_BHN, *kept = ctx.saved_tensors
+    numbers = (ctx.num_keys, ctx.num_kv_heads, ctx.recipe, ctx.scale, ctx.causal, ctx.kernel)
+    dq, dk, dv = attention_backward(grad_out, q, k, v, out, m_BHN, l_BHN, kept, kv_len, *numbers)
     return dq, dk, dv, None, None, None, None, None, None
 
 

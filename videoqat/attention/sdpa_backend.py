@@ -14,6 +14,7 @@ from videoqat.attention import reference
 from videoqat.recipes import AttentionRecipe
 
 NATIVE = True
+BY_NAME_ONLY = ()
 REASON = "the recipe quantises nothing: plain scaled_dot_product_attention"
 
 
@@ -36,7 +37,7 @@ def forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | N
         limit_BN = reference.key_limit(num_queries, num_keys, q_BNHd.shape[0], kv_len_B, causal, q_BNHd.device)
         assert limit_BN is not None
         empty_BN = limit_BN == 0
-        # A row that may see nothing sees everything and is zeroed afterwards: so its gradient is 0 and not NaN.
+        # A row that may see nothing sees everything and is zeroed afterwards: not every SDPA kernel has a result or a gradient for such rows.
         mask = ((torch.arange(num_keys, device=q_BNHd.device) < limit_BN.unsqueeze(2)) | empty_BN.unsqueeze(2)).unsqueeze(1)
     query, key, value = (x.permute(0, 2, 1, 3) for x in (q_BNHd, k_BNHd, v_BNHd))
     out = F.scaled_dot_product_attention(

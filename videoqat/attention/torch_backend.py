@@ -19,6 +19,7 @@ from videoqat.attention import reference
 from videoqat.recipes import AttentionRecipe
 
 NATIVE = False
+BY_NAME_ONLY = ()
 REASON = "emulates the quantised arithmetic in fp32 with torch operations, on any device"
 TILE_ELEMENTS = 2**19
 MIN_TILE_ROWS = 16
@@ -29,10 +30,20 @@ def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_
     return None
 
 
+def keeps(recipe: AttentionRecipe) -> tuple[bool, bool, bool, bool]:
+    """Which of q, k, v and out the backward needs besides `kept`."""
+    return True, True, True, False
+
+
+def empty_kept(q_BNHd: Tensor, k_BNHd: Tensor, recipe: AttentionRecipe) -> list[Tensor]:
+    """Tensors like `forward`'s kept ones: none."""
+    return []
+
+
 def forward(
-    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: AttentionRecipe, scale: float, causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out (B, Nq, H, d) in q's dtype; lse, m and l (B, H, Nq) fp32."""
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: AttentionRecipe, scale: float, causal: bool, training: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """out (B, Nq, H, d) in q's dtype; lse, m and l (B, H, Nq) fp32; what else the backward needs: nothing."""
     B, num_queries, H, _ = q_BNHd.shape
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
     out = torch.empty_like(x.q_XRd)
@@ -41,24 +52,30 @@ def forward(
         out[heads, rows], m_XR[heads, rows], l_XR[heads, rows] = reference.forward_rows(x, recipe, heads, rows, buffers)
     lse = reference.natural_lse(x, recipe, m_XR, l_XR)
     lse, m_BHN, l_BHN = (y.view(B, H, num_queries) for y in (lse, m_XR, l_XR))
-    return reference.tokens_first(out, B, H, q_BNHd.dtype), lse, m_BHN, l_BHN
+    return reference.tokens_first(out, B, H, q_BNHd.dtype), lse, m_BHN, l_BHN, []
 
 
 def backward(
     grad_out_BNHd: Tensor,
-    q_BNHd: Tensor,
-    k_BNHd: Tensor,
-    v_BNHd: Tensor,
-    kv_len_B: Tensor | None,
+    q_BNHd: Tensor | None,
+    k_BNHd: Tensor | None,
+    v_BNHd: Tensor | None,
+    out_BNHd: Tensor | None,
     m_BHN: Tensor,
     l_BHN: Tensor,
+    kept: list[Tensor],
+    kv_len_B: Tensor | None,
+    num_keys: int,
     recipe: AttentionRecipe,
     scale: float,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the dtype and shape of q, k, v."""
+    assert q_BNHd is not None
+    assert k_BNHd is not None
+    assert v_BNHd is not None
     B, _, H, _ = q_BNHd.shape
-    num_keys, num_kv_heads = k_BNHd.shape[1:3]
+    num_kv_heads = k_BNHd.shape[2]
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
     grad_out = reference.rows_first(grad_out_BNHd, num_kv_heads)
     m_XR, l_XR = (y.reshape(x.q_XRd.shape[:2]) for y in (m_BHN, l_BHN))

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from videoqat_kernels.triton_ops.attn_backward import attn_backward_dkdv_kernel, attn_backward_dq_kernel, prepare_gradient_kernel
 from videoqat_kernels.triton_ops.attn_forward import attn_forward_kernel
-from videoqat_kernels.triton_ops.quantize import BLOCK_FORMATS, dequantize, padded_tokens, quantize
+from videoqat_kernels.triton_ops.quantize import BLOCK_FORMATS, code_buffers, dequantize, padded_tokens, quantize
 
 LOG2_E = 1.4426950408889634
 SMOOTH_Q_TOKENS = 128
@@ -63,10 +63,19 @@ def coded_operands(recipe: Recipe) -> tuple[bool, bool, bool]:
     return qk, qk, pv
 
 
+def empty_codes(q_BNHd: Tensor, k_BNHd: Tensor, recipe: Recipe) -> list[Tensor]:
+    """Uninitialised tensors of the shapes of `ForwardResult.codes` for q and k (and v, which has k's shape)."""
+    codes: list[Tensor] = []
+    for x, format, along_tokens in ((q_BNHd, recipe.qk, False), (k_BNHd, recipe.qk, False), (k_BNHd, recipe.pv, True)):
+        if format in BLOCK_FORMATS:
+            codes += code_buffers(x, format, along_tokens)
+    return codes
+
+
 def forward(
     q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: Recipe, scale: float, causal: bool, keep_codes: bool
 ) -> ForwardResult:
-    """Attention of q (B, Nq, H, d) over k, v (B, Nk, H_kv, d), of any strides with channels side by side, none of them changed.
+    """Attention of q (B, Nq, H, d) over k, v (B, Nk, H_kv, d), of any strides (channels side by side, or they are copied), none changed.
 
     Args:
         kv_len_B: (B,) integers: how many keys of each sample are real; None: all.
@@ -77,6 +86,7 @@ def forward(
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
     kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
+    q_BNHd, k_BNHd, v_BNHd = (_channels_side_by_side(x) for x in (q_BNHd, k_BNHd, v_BNHd))
     with _on(q_BNHd):
         mean_q = mean_k = bias = None
         if recipe.smooth_k:
@@ -110,7 +120,7 @@ def backward(
     m_BHN: Tensor,
     l_BHN: Tensor,
     codes: list[Tensor],
-    originals: tuple[Tensor | None, Tensor | None, Tensor | None],
+    originals: tuple[Tensor | None, ...],
     kv_len_B: Tensor | None,
     num_keys: int,
     recipe: Recipe,
@@ -125,7 +135,8 @@ def backward(
     B, Nq, H, d = grad_out_BNHd.shape
     device = grad_out_BNHd.device
     kv_len = _lengths(kv_len_B, B, num_keys, device)
-    grad_out = grad_out_BNHd if grad_out_BNHd.stride(3) == 1 else grad_out_BNHd.contiguous()
+    grad_out, out_BNHd = _channels_side_by_side(grad_out_BNHd), _channels_side_by_side(out_BNHd)
+    originals = tuple(None if x is None else _channels_side_by_side(x) for x in originals)
     left = list(codes)
     group = _p_group(recipe)
     with _on(grad_out):
@@ -211,6 +222,10 @@ def _roomy(device: torch.device) -> bool:
 def _on(x: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Triton launches on the current device, which need not be the tensors'."""
     return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
+
+
+def _channels_side_by_side(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _rows(operand: Tensor, rows: int) -> TensorDescriptor:

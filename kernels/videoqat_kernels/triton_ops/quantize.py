@@ -276,7 +276,7 @@ def quantize(
         mean: fp32 (B, H, M, d), subtracted first: M = 1 mean for all tokens (mean_tokens = 1), or one for every `mean_tokens` > 1.
     """
     B, N, H, d = x_BNHd.shape
-    if x_BNHd.stride(3) != 1 and d > 1:
+    if x_BNHd.stride(3) != 1:
         raise ValueError(f"channels must lie side by side, got strides {x_BNHd.stride()}")
     block, Np, Dp = BLOCK_SIZES[format], padded_tokens(N), padded_channels(d)
     block_padded_d = max(Dp, block)
@@ -286,7 +286,7 @@ def quantize(
     code_rows = scale_rows = scale_columns = 0
     store_codes = store_codes and format in BLOCK_FORMATS
     if store_codes:
-        codes, scales = _empty_codes(B, H, N, d, format, along_tokens, x_BNHd.device)
+        codes, scales = code_buffers(x_BNHd, format, along_tokens)
         code_rows, scale_rows, scale_columns = codes.shape[2], scales.shape[2], scales.shape[3]
         stored = [codes, scales]
     _quantize_kernel[(Np // TILE_TOKENS, B * H)](
@@ -312,7 +312,9 @@ def dequantize(codes: Tensor, scales: Tensor, format: str, *, along_tokens: bool
     return operand
 
 
-def _empty_codes(B: int, H: int, N: int, d: int, format: str, along_tokens: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def code_buffers(x_BNHd: Tensor, format: str, along_tokens: bool) -> list[Tensor]:
+    """[codes, scales] for x, uninitialised."""
+    B, N, H, d = x_BNHd.shape
     block, per_byte = BLOCK_SIZES[format], 1 if format == "mxfp8" else 2
     if along_tokens:
         blocks = -(-N // block)
@@ -320,4 +322,4 @@ def _empty_codes(B: int, H: int, N: int, d: int, format: str, along_tokens: bool
     else:
         blocks = -(-d // block)
         shapes = (B, H, N, blocks * block // per_byte), (B, H, N, blocks)
-    return torch.empty(shapes[0], dtype=torch.uint8, device=device), torch.empty(shapes[1], dtype=torch.uint8, device=device)
+    return [torch.empty(shape, dtype=torch.uint8, device=x_BNHd.device) for shape in shapes]
