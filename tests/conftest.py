@@ -16,9 +16,13 @@ if TYPE_CHECKING:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Workers of pytest-xdist divide the cores among them; torch's own threads on top would only fight for them."""
+    """Workers of pytest-xdist divide the cores among them; torch's own threads on top would only fight for them.
+
+    The programs that tests start inherit it, too: sums in another number of threads differ in their last bits.
+    """
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
