@@ -3,7 +3,7 @@
 Its trained weights ship as `assets/tiny_vae.safetensors` (what they were trained on, and how well they reconstruct: `assets/tiny_vae.md`).
 This module loads them, and holds the program that made them:
 
-    python -m videoqat.models.tiny_vae --clips train.npy --held-out held_out.npy --out FOLDER --minutes 4
+    python -m videoqat.models.tiny_vae --clips train.npy --held-out held_out.npy --out FOLDER --steps 1000
 """
 
 import argparse
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--minutes", type=float, default=60.0, help="stops after this time if --steps isn't reached before")
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--frames", type=int, default=9, help="of the pieces that are cut from the clips; 4n+1")
+    parser.add_argument("--frames", type=int, default=17, help="of the pieces cut from the clips, 4n+1; later frames than trained ones drift")
     parser.add_argument("--size", type=int, default=32, help="height and width of the pieces; a multiple of 8")
     parser.add_argument("--lr", type=float, default=5e-3)
     parser.add_argument("--apart", type=float, default=0.4, help="share of the training in which encoder and decoder are taught apart")
