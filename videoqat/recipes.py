@@ -38,6 +38,7 @@ class AttentionRecipe:
         dv_p: P in dV = P^T dO: `quantised` (the forward's codes), or `exact` (the paper's ablation).
         attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text).
         keep_layers: indices of transformer blocks whose attention stays in bf16.
+        as_json: all of the above (not to be given).
     """
 
     name: str
@@ -54,6 +55,7 @@ class AttentionRecipe:
     dv_p: str = "quantised"
     attention_kinds: tuple[str, ...] = ("self", "joint")
     keep_layers: tuple[int, ...] = ()
+    as_json: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
         def legal(field: str, value: object, values: tuple[Any, ...]) -> None:
@@ -96,6 +98,9 @@ class AttentionRecipe:
         if self.two_level_p and (self.pv != "nvfp4" or self.p_gain_log2 != 0):
             raise ConfigError(f"recipe {self.name!r}: two_level_p needs pv='nvfp4' and p_gain_log2=0 (its row scale is the gain)")
 
+        # How the recipe travels through the attention operator. Made here once: torch.compile can read a string, but not run this.
+        object.__setattr__(self, "as_json", json.dumps(self.to_dict()))
+
     @property
     def is_quantised(self) -> bool:
         """Whether any operand is quantised; if not, attention is plain SDPA."""
@@ -107,7 +112,8 @@ class AttentionRecipe:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict; `recipe_from_dict` is its inverse."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        fields = {k: v for k, v in dataclasses.asdict(self).items() if k != "as_json"}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
 
 
 _NAMED = (
@@ -134,7 +140,7 @@ def recipe_from_dict(fields: dict[str, Any], origin: str) -> AttentionRecipe:
     Raises:
         ConfigError: an unknown key or an illegal value; `origin` (a file, say) is named.
     """
-    known = [field.name for field in dataclasses.fields(AttentionRecipe)]
+    known = [field.name for field in dataclasses.fields(AttentionRecipe) if field.init]
     unknown = sorted(set(fields) - {*known, "base"})
     if unknown:
         raise ConfigError(f"{origin}: unknown recipe key {unknown[0]!r}; legal keys: base, {', '.join(known)}")

@@ -139,14 +139,8 @@ def _check_kv_len_values(kv_len: Tensor, num_keys: int) -> None:
         raise AttentionError(f"kv_len={kv_len.tolist()} must be between 0 and {num_keys}, the number of keys")
 
 
-@torch.compiler.assume_constant_result  # json is nothing that dynamo can trace, and the recipe is a constant of the graph anyway
 def _to_json(recipe: AttentionRecipe) -> str:
-    return _cached_json(recipe)
-
-
-@functools.lru_cache(maxsize=256)
-def _cached_json(recipe: AttentionRecipe) -> str:
-    return json.dumps(recipe.to_dict())
+    return recipe.as_json
 
 
 @functools.lru_cache(maxsize=256)

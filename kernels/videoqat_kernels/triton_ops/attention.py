@@ -166,8 +166,8 @@ def backward(
         dq = torch.empty((B, Nq, H, d), dtype=grad_out.dtype, device=device)
         dk, dv = (torch.empty((B, num_keys, H_kv, d), dtype=grad_out.dtype, device=device) for _ in range(2))
         p_in_ds = recipe.pv if recipe.grad_p == "quantised" else "exact"
-        # With P' in dS, or for the ablation that takes D from O, D0 is D.
-        find_d = recipe.grad_p == "exact" and recipe.delta == "high_precision_output"
+        # The ablation that takes D from O has it already. (So has grad_p="quantised", but for O's rounding to 16 bits: too much for dQ.)
+        find_d = recipe.delta == "high_precision_output" or recipe.grad_p == "quantised"
         shared = {"D": d, "DP": DP, "GROUP": group, "CAUSAL": causal, "P_IN_DS": p_in_ds}
         tile = _dq_tile(DP, recipe)
         attn_backward_dq_kernel[(triton.cdiv(Nq, tile.queries), B * H)](

@@ -77,11 +77,11 @@ def _dq_over_keys(
             p = tl.where(token[None, :] < limit[:, None], p, 0.0)
         if P_IN_DS != "exact":
             p = _quantised_p(p, GROUP, P_IN_DS).to(tl.float32)
-        ds = p * (dp - d_c[:, None])
-        acc = tl.dot(operand(ds), k, acc)
-        if FIND_D:
+        if FIND_D:  # first, so that the tensor cores have work while ds is made
             acc_b = tl.dot(operand(p), k, acc_b)
             row_d += tl.sum(tl.sum(tl.reshape(p * dp, [BLOCK_M, BLOCK_N // 8, 4, 2]), 3), 1)
+        ds = p * (dp - d_c[:, None])
+        acc = tl.dot(operand(ds), k, acc)
     return acc, acc_b, row_d
 
 

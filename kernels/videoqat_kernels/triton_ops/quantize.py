@@ -23,8 +23,7 @@ from videoqat_kernels.triton_ops.rounding import INTERPRET, reciprocal_e4m3, rou
 
 BLOCK_SIZES = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32, "bf16": 16, "fp8": 16}
 BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp8")
-TILE_TOKENS = 64
-WARPS = 4
+TILE_TOKENS = 32
 ROW_PADDING = 128
 OPERAND_DTYPE = torch.float32 if INTERPRET.value else torch.bfloat16
 
@@ -294,7 +293,7 @@ def quantize(
         x_BNHd.stride(0), x_BNHd.stride(1), x_BNHd.stride(2), N, Np, H, d, code_rows, scale_rows, scale_columns,
         DP=block_padded_d, TILE=TILE_TOKENS, BLOCK=block, FORMAT=format, ALONG_TOKENS=along_tokens, INVERSE_DIVISORS=tuple(1.0 / c for c in divisors),
         PERMUTE=permute, STORE_CODES=store_codes, SUBTRACT_MEAN=0 if mean is None else mean_tokens,
-        num_warps=WARPS, enable_fp_fusion=False,
+        num_warps=2 if along_tokens else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return operand, stored
 
@@ -307,7 +306,7 @@ def dequantize(codes: Tensor, scales: Tensor, format: str, *, along_tokens: bool
     _dequantize_kernel[(Np // TILE_TOKENS, B * H)](
         codes, scales, operand, tokens, Np, channels, codes.shape[2], scales.shape[2], scales.shape[3],
         DP=Dp, TILE=TILE_TOKENS, BLOCK=BLOCK_SIZES[format], FORMAT=format, ALONG_TOKENS=along_tokens, PERMUTE=permute,
-        num_warps=WARPS, enable_fp_fusion=False,
+        num_warps=2 if along_tokens else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return operand
 
