@@ -100,15 +100,16 @@ def resolve(target: str) -> Callable[[Any], dict[str, Any]]:
     return found
 
 
-def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool = False) -> dict[str, Any]:
-    """Loads the configuration of command `name`, prints it, and runs (or, with `dry_run`, only plans) it.
+def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool = False, show_config: bool = True) -> dict[str, Any]:
+    """Loads the configuration of command `name`, prints it (with `show_config`), and runs (or, with `dry_run`, only plans) it.
 
     Raises:
         UserError: bad configuration or bad input.
     """
     command = COMMANDS[name]
     config: Any = cfg.load(command.schema, file, overrides)
-    say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
+    if show_config:
+        say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
     if not dry_run:
         return resolve(command.run)(config)
     planned = resolve(command.plan)(config) if command.plan else {}

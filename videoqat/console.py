@@ -42,5 +42,6 @@ def progress(items: Iterable[T] | None = None, *, total: int | None = None, init
         maxinterval=1.0 if terminal else 30.0,
         dynamic_ncols=terminal,
         ascii=not terminal,
+        delay=0.5,  # what is over at once needs no bar
         file=sys.stderr,
     )

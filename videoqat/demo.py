@@ -42,7 +42,7 @@ def _stage(title: str, done: Path, command: str, overrides: list[str], file: str
         say(f"    done before: {done}")
         return {}
     started = time.monotonic()
-    result = execute(command, file, overrides)
+    result = execute(command, file, overrides, show_config=False)
     say(f"    {time.monotonic() - started:.0f} s")
     return result
 

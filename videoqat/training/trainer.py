@@ -309,7 +309,7 @@ def _train(job: Job, out: Path) -> dict[str, Any]:
         for step in range(first, loop.steps + 1):
             row = _step(run, step)
             bar.update(1)
-            bar.set_postfix_str(f"loss {row['loss']:.4g}")
+            bar.set_postfix_str(f"loss {row['loss']:.4g}", refresh=False)
             if step == 1 or step % loop.log_every == 0 or "health" in row:
                 log.write(row if announced else row | {"receipts": [receipt.to_dict() for receipt in receipts]})
                 announced = True
