@@ -106,7 +106,7 @@ def test_selective_checkpointing_does_not_compute_attention_twice():
 
 def test_refusals():
     q, k, v, _ = make()
-    with pytest.raises(AttentionError, match="scale=-1.0 must be positive for kernel 'triton'"):
+    with pytest.raises(AttentionError, match=r"scale=-1\.0 must be positive for kernel 'triton'"):
         attention(q, k, v, "attn_qat", kernel="triton", scale=-1.0)
     with pytest.raises(AttentionError, match=r"no backward for smooth_q and two_level_p; would work: torch"):
         attention(q.requires_grad_(), k, v, "sage3", kernel="triton")
