@@ -75,6 +75,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
         _stage(f"Latents and text embeddings ({split})", cache / "index.json", "preprocess", arguments, "preprocess/tiny")
 
     steps = [f"train.steps={config.base_steps}", f"train.save_every={config.base_steps}", f"train.seed={config.seed}"]
+    steps += [f"optimizer.warmup_steps={min(20, config.base_steps // 10)}"]
     base = _train(out, "Base model: BF16 from scratch", "base", str(tiny), [*steps, "from_scratch=true", "recipe=bf16"])
     tune = [f"train.steps={config.tune_steps}", f"train.save_every={config.tune_steps}", f"train.seed={config.seed + 1}"]
     tune += ["optimizer.lr=3e-4", "optimizer.warmup_steps=0"]
@@ -91,7 +92,8 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     ]
     report = out / "comparison"
     arguments = [f"entries={json.dumps(entries)}", f"prompts={prompts}", f"validation_cache={out / 'cache_held_out'}", f"out={report}"]
+    arguments += [f"sampling.num_inference_steps={config.num_inference_steps}"]
     result = _stage("Compare", report / "report.html", "compare", arguments, "compare/tiny")
     minutes = (time.monotonic() - started) / 60
-    say(f"\nDone in {minutes:.1f} min. The report: {(report / 'report.html').resolve()}")
+    say(f"\nDone in {minutes:.1f} min.\nThe report: {(report / 'report.html').resolve()}")
     return {"report": str(report / "report.html"), "minutes": minutes, "comparison": result}

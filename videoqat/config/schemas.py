@@ -328,26 +328,6 @@ class CompareConfig:
 
 
 @dataclass
-class BenchAttentionConfig:
-    """One attention call, timed beside SDPA in the same run."""
-
-    recipe: str = "attn_qat_search"
-    batch: int = 1
-    num_tokens: int = 2048
-    num_heads: int = 8
-    head_dim: int = 64
-    backward: bool = False
-    repeats: int = 5
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-
-    def validate(self) -> None:
-        get_recipe(self.recipe)
-        for key in ("batch", "num_tokens", "num_heads", "repeats"):
-            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
-        self.runtime.validate()
-
-
-@dataclass
 class DoctorConfig:
     """What this machine can run; with a model, what that needs."""
 
@@ -368,11 +348,12 @@ class DemoConfig:
     recipe: str = "attn_qat_search"
     num_clips: int = 256
     num_held_out: int = 48
-    base_steps: int = 400
-    tune_steps: int = 80
+    base_steps: int = 600
+    tune_steps: int = 100
+    num_inference_steps: int = 20
     seed: int = 0
 
     def validate(self) -> None:
-        for key in ("num_clips", "num_held_out", "base_steps", "tune_steps"):
+        for key in ("num_clips", "num_held_out", "base_steps", "tune_steps", "num_inference_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(get_recipe(self.recipe).is_quantised, "recipe", self.recipe, "a recipe that quantises")
