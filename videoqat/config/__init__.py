@@ -6,10 +6,10 @@ the wrong type or an illegal value raises `ConfigError` with the key, the value 
 No environment variable is read.
 """
 
+from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig
 from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
 from videoqat.config.loading import load, shipped, to_dict, to_yaml
 from videoqat.config.schemas import (
-    BenchAttentionConfig,
     CompareConfig,
     CompareEntry,
     DemoConfig,
@@ -29,6 +29,8 @@ from videoqat.config.schemas import (
 )
 
 __all__ = [
+    "ATTENTION_SHAPES",
+    "AttentionShape",
     "BenchAttentionConfig",
     "CompareConfig",
     "CompareEntry",

@@ -1,0 +1,82 @@
+"""What `videoqat bench attention` can be asked: shapes by name or by numbers, and recipes."""
+
+from dataclasses import dataclass, field, fields
+
+from videoqat.config.checks import choice, require
+from videoqat.config.schemas import RuntimeConfig
+from videoqat.recipes import get_recipe
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Queries (batch, num_queries, num_heads, head_dim) over as many samples, heads and channels of num_keys keys."""
+
+    name: str
+    batch: int
+    num_queries: int
+    num_keys: int
+    num_heads: int
+    head_dim: int
+
+
+def _self(name: str, tokens: int, heads: int, head_dim: int) -> AttentionShape:
+    return AttentionShape(name, 1, tokens, tokens, heads, head_dim)
+
+
+ATTENTION_SHAPES = {
+    shape.name: shape
+    for shape in (
+        _self("wan-1.3b", 32_760, 12, 128),  # 480x832, 81 frames: 21 x 30 x 52 tokens
+        _self("wan-14b", 32_760, 40, 128),
+        _self("wan-14b-720p", 75_600, 40, 128),  # 720x1280, 81 frames: 21 x 45 x 80
+        _self("cogvideox-2b", 17_776, 30, 64),  # 480x720, 49 frames: 13 x 30 x 45, and 226 of text
+        _self("hunyuanvideo", 119_056, 24, 128),  # 720x1280, 129 frames: 33 x 45 x 80, and 256 of text
+        AttentionShape("wan-1.3b-cross", 1, 32_760, 512, 12, 128),  # to 512 tokens of text
+        _self("short", 8_192, 24, 128),  # where launching kernels begins to show
+    )
+}
+
+
+@dataclass
+class BenchAttentionConfig:
+    """Attention calls, each timed beside SDPA in the same run and compared with the fp64 reference.
+
+    `shapes` and `recipes` name several; where one of them is empty, the numbers say the shape, and `recipe` the recipe. Without `backward` only
+    inference is timed.
+    """
+
+    recipe: str = "attn_qat_search"
+    batch: int = 1
+    num_tokens: int = 2048
+    num_keys: int | None = None  # null: as many as num_tokens
+    num_heads: int = 8
+    head_dim: int = 64
+    shapes: list[str] = field(default_factory=list)
+    recipes: list[str] = field(default_factory=list)
+    backward: bool = False
+    cuda_graph: bool = False  # time replays of a captured graph, too: the same work without the cost of launching it
+    repeats: int = 5
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        for key in ("batch", "num_tokens", "num_heads", "head_dim", "repeats"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.num_keys is None or self.num_keys >= 1, "num_keys", self.num_keys, "at least 1, or null")
+        defaults = {f.name: f.default for f in fields(self)}
+        for plural, singular in (("shapes", ("batch", "num_tokens", "num_keys", "num_heads", "head_dim")), ("recipes", ("recipe",))):
+            given = getattr(self, plural)
+            require(len(set(given)) == len(given), plural, given, "names that differ")
+            for key in singular:
+                require(not given or getattr(self, key) == defaults[key], key, getattr(self, key), f"either {plural} or {key}")
+        for shape in self.shapes:
+            choice("shapes", shape, ATTENTION_SHAPES)
+        for recipe in self.recipes or [self.recipe]:
+            get_recipe(recipe)
+        self.runtime.validate()
+
+    def chosen_shapes(self) -> list[AttentionShape]:
+        """The shapes asked for, in order."""
+        if self.shapes:
+            return [ATTENTION_SHAPES[name] for name in self.shapes]
+        keys = self.num_tokens if self.num_keys is None else self.num_keys
+        return [AttentionShape("by numbers", self.batch, self.num_tokens, keys, self.num_heads, self.head_dim)]
