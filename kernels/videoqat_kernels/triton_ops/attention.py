@@ -57,6 +57,25 @@ class ForwardResult(NamedTuple):
     codes: list[Tensor]
 
 
+class QuantisedOperands(NamedTuple):
+    """What the forward multiplies, and what smoothing took out: mean_k fp32 (B, H_kv, 1, d), and bias, mean_q's part of the logits; or None."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    codes: list[Tensor]
+    mean_k: Tensor | None
+    bias: Tensor | None
+
+
+def products(recipe: Recipe) -> tuple[int, int]:
+    """How many N x N x d matrix products the kernels run in the forward and in the backward. (Attention itself is 2 and 5.)
+
+    The forward's third finds the maximum first. The backward computes S and dP in both of its kernels, and D by B = P K'.
+    """
+    return 2 + _maximum_first(recipe), 7 + _finds_d(recipe)
+
+
 def coded_operands(recipe: Recipe) -> tuple[bool, bool, bool]:
     """Whether q, k, v have codes that can stand for them in the backward; those that haven't must be kept themselves."""
     qk, pv = recipe.qk in BLOCK_FORMATS, recipe.pv in BLOCK_FORMATS
@@ -86,16 +105,8 @@ def forward(
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
     kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
-    q_BNHd, k_BNHd, v_BNHd = (_channels_side_by_side(x) for x in (q_BNHd, k_BNHd, v_BNHd))
+    q, k, v, codes, mean_k, bias = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len_B, recipe, scale, keep_codes)
     with _on(q_BNHd):
-        mean_q = mean_k = bias = None
-        if recipe.smooth_k:
-            mean_k = _mean_over_tokens(k_BNHd, kv_len)
-        if recipe.smooth_q:
-            mean_q, bias = _smoothing_of_q(q_BNHd, k_BNHd, mean_k, kv_len, scale)
-        q, q_codes = _quantised_q(q_BNHd, recipe, keep_codes, mean_q)
-        k, k_codes = _quantised_k(k_BNHd, kv_len, recipe, keep_codes, mean_k)
-        v, v_codes = _quantised_v(v_BNHd, kv_len, recipe, keep_codes)
         out = torch.empty((B, Nq, H, d), dtype=q_BNHd.dtype, device=q_BNHd.device)
         lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q_BNHd.device) for _ in range(3))
         tile = _forward_tile(q.shape[3], recipe)
@@ -111,7 +122,25 @@ def forward(
         if mean_k is not None:  # what smoothing took from every logit of the row
             mean_of_head = mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
             lse += scale * torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head)
-    return ForwardResult(out, lse, m, l, [*q_codes, *k_codes, *v_codes])
+    return ForwardResult(out, lse, m, l, codes)
+
+
+def quantise_operands(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: Recipe, scale: float, keep_codes: bool
+) -> QuantisedOperands:
+    """All that comes before the attention kernel: smoothing, if the recipe wants it, and quantising. Arguments as for `forward`."""
+    kv_len = _lengths(kv_len_B, k_BNHd.shape[0], k_BNHd.shape[1], k_BNHd.device)
+    q_BNHd, k_BNHd, v_BNHd = (_channels_side_by_side(x) for x in (q_BNHd, k_BNHd, v_BNHd))
+    with _on(q_BNHd):
+        mean_q = mean_k = bias = None
+        if recipe.smooth_k:
+            mean_k = _mean_over_tokens(k_BNHd, kv_len)
+        if recipe.smooth_q:
+            mean_q, bias = _smoothing_of_q(q_BNHd, k_BNHd, mean_k, kv_len, scale)
+        q, q_codes = _quantised_q(q_BNHd, recipe, keep_codes, mean_q)
+        k, k_codes = _quantised_k(k_BNHd, kv_len, recipe, keep_codes, mean_k)
+        v, v_codes = _quantised_v(v_BNHd, kv_len, recipe, keep_codes)
+    return QuantisedOperands(q, k, v, [*q_codes, *k_codes, *v_codes], mean_k, bias)
 
 
 def backward(
@@ -166,14 +195,12 @@ def backward(
         dq = torch.empty((B, Nq, H, d), dtype=grad_out.dtype, device=device)
         dk, dv = (torch.empty((B, num_keys, H_kv, d), dtype=grad_out.dtype, device=device) for _ in range(2))
         p_in_ds = recipe.pv if recipe.grad_p == "quantised" else "exact"
-        # The ablation that takes D from O has it already. (So has grad_p="quantised", but for O's rounding to 16 bits: too much for dQ.)
-        find_d = recipe.delta == "high_precision_output" or recipe.grad_p == "quantised"
         shared = {"D": d, "DP": DP, "GROUP": group, "CAUSAL": causal, "P_IN_DS": p_in_ds}
         tile = _dq_tile(DP, recipe)
         attn_backward_dq_kernel[(triton.cdiv(Nq, tile.queries), B * H)](
             _rows(q, tile.queries), _rows(do_c, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys), dq, shift, c, d_c, kv_len,
             *dq.stride()[:3], Nq, Nq_padded, Nk_padded, H, H_kv, LOG2_E * scale, scale,
-            BLOCK_M=tile.queries, BLOCK_N=tile.keys, FIND_D=find_d, num_warps=tile.warps, num_stages=tile.stages, **shared,
+            BLOCK_M=tile.queries, BLOCK_N=tile.keys, FIND_D=_finds_d(recipe), num_warps=tile.warps, num_stages=tile.stages, **shared,
         )  # fmt: skip
         tile = _dkdv_tile(DP, recipe, device)
         attn_backward_dkdv_kernel[(triton.cdiv(num_keys, tile.keys), B * H_kv)](
@@ -188,6 +215,11 @@ def backward(
 def _maximum_first(recipe: Recipe) -> bool:
     """Whether rescaling by a running maximum could change codes of P that matter: when its NVFP4 scales start low in E4M3's range."""
     return recipe.pv in ("nvfp4", "fp8") and recipe.p_gain_log2 < 8 and not recipe.two_level_p
+
+
+def _finds_d(recipe: Recipe) -> bool:
+    """The ablation that takes D from O has it already. (So has grad_p="quantised", but for O's rounding to 16 bits: too much for dQ.)"""
+    return recipe.delta == "high_precision_output" or recipe.grad_p == "quantised"
 
 
 def _p_group(recipe: Recipe) -> int:
