@@ -7,9 +7,7 @@ import torch
 
 from videoqat.attention import attention, record_receipts, resolve
 from videoqat.attention.backends import KERNELS
-from videoqat.attention.bench import bench_attention
 from videoqat.attention.metrics import attention_health, cosine, relative_l2
-from videoqat.config import BenchAttentionConfig
 from videoqat.errors import AttentionError
 from videoqat.recipes import RECIPES, AttentionRecipe
 
@@ -175,17 +173,6 @@ def test_health_ignores_garbage_and_autocast():
     assert attention_health(Q, k, v, "attn_qat", kv_len=kv_len) == truth
     with torch.autocast("cpu", torch.bfloat16):
         assert attention_health(Q, k, v, "attn_qat", kv_len=kv_len) == truth
-
-
-@pytest.mark.parametrize("backward", [False, True])
-def test_bench(backward):
-    result = bench_attention(BenchAttentionConfig(num_tokens=64, num_heads=2, head_dim=32, repeats=2, backward=backward))
-    assert result["shape"] == {"batch": 1, "num_tokens": 64, "num_heads": 2, "head_dim": 32}
-    assert set(result["milliseconds"]) == {"recipe", "sdpa"}
-    assert result["ratio"]["sdpa"] == pytest.approx(result["milliseconds"]["recipe"] / result["milliseconds"]["sdpa"])
-    assert result["receipt"]["kernel"] == "torch"
-    assert result["unavailable"] == {}
-    assert result["provenance"]["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in result["provenance"]["versions"]["torch"]
 
 
 def test_recipes_reach_the_operator_whole():

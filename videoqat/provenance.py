@@ -50,9 +50,10 @@ def commit() -> str:
 
 def provenance(device: str) -> dict[str, Any]:
     """Date (UTC), command line, commit, versions and device of the running process."""
+    program = Path(sys.argv[0]).name
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["videoqat" if program == "__main__.py" else program, *sys.argv[1:]]),
         "commit": commit(),
         "versions": versions(),
         "device": device_name(device),
