@@ -59,6 +59,7 @@ def test_the_import_rule_sees_a_wrong_import(tmp_path: Path):
     for module in re.findall(r"\w+", " ".join(layers)):
         (package / f"{module}.py").touch()
     contract = (ROOT / "pyproject.toml").read_text().split("[tool.importlinter]")[1].split("[[tool.importlinter.contracts]]")
+    contract[0] = contract[0].replace(', "videoqat_kernels"', "")
     (tmp_path / "pyproject.toml").write_text("[tool.importlinter]" + "[[tool.importlinter.contracts]]".join(contract[:2]))
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
 
