@@ -248,13 +248,14 @@ def test_a_page_can_not_ask_for_what_was_not_measured(template):
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=lambda path: path.name)
-def test_templates_of_pages_are_whole(template):
-    """Each asks only for what its command, which it shows, measures."""
-    text = template.read_text()
-    shapes = {name for names in re.findall(r"shapes=\[([^]]*)\]", text) for name in names.split(",")}
-    asked = set(re.findall(r"(?:ratio|value)\(\"([^\"]*)\"", text))
+def test_templates_of_pages_ask_for_shapes_and_measurements_that_exist(template):
+    asked = re.findall(r"(ratio|value)\((\"[^)]*\")\)", template.read_text())
     assert asked
-    assert asked <= shapes <= set(ATTENTION_SHAPES)
+    for function, words in asked:
+        shape, recipe, *keys = json.loads(f"[{words}]")
+        assert shape in ATTENTION_SHAPES
+        assert recipe in RECIPES
+        assert keys[-1] in MEASUREMENTS if function == "ratio" else keys
 
 
 @pytest.mark.gpu

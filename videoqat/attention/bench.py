@@ -14,6 +14,7 @@ runs every contender once, so that a GPU that slows down as it gets warm slows a
     executed      the same with the products that our kernel runs and the channels it pads d to (but not its last tiles' padding)
 """
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -86,10 +87,11 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
     require(not config.cuda_graph or device.type == "cuda", "cuda_graph", config.cuda_graph, f"false on {device}")
     recipes = [get_recipe(name) for name in config.recipes or [config.recipe]]
     results: list[dict[str, Any]] = []
-    for shape in config.chosen_shapes():
-        say(f"{shape.name}: {shape.batch} x {shape.num_queries} queries, {shape.num_keys} keys, {shape.num_heads} heads of {shape.head_dim}")
-        results.append(_bench_shape(shape, recipes, device, dtype, config))
-        say(text_table(results[-1]))
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        for shape in config.chosen_shapes():
+            say(f"{shape.name}: {shape.batch} x {shape.num_queries} queries, {shape.num_keys} keys, {shape.num_heads} heads of {shape.head_dim}")
+            results.append(_bench_shape(shape, recipes, device, dtype, config))
+            say(text_table(results[-1]))
     return {
         "dtype": str(dtype).removeprefix("torch."),
         "backward": config.backward,

@@ -105,7 +105,7 @@ def forward(
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
     kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
-    q, k, v, codes, mean_k, bias = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len_B, recipe, scale, keep_codes)
+    q, k, v, codes, mean_k, bias = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len, recipe, scale, keep_codes)
     with _on(q_BNHd):
         out = torch.empty((B, Nq, H, d), dtype=q_BNHd.dtype, device=q_BNHd.device)
         lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q_BNHd.device) for _ in range(3))
