@@ -135,7 +135,7 @@ def test_relative_l2_and_cosine():
 def test_health_is_the_error_of_what_attention_returns():
     q, k, v = normal(2, 60, 4, 32), normal(2, 70, 2, 32, seed=1), normal(2, 70, 2, 32, seed=2)
     kv_len = torch.tensor([70, 33])
-    for name in ("attn_qat_search", "sage3"):
+    for name in ("attn_qat_search", "sage3", "sagebwd"):
         health = attention_health(q, k, v, name, kv_len=kv_len, scale=0.3)
         truth = attention(q, k, v, "bf16", kv_len=kv_len, scale=0.3)
         assert health["relative_error"] == pytest.approx(relative_l2(attention(q, k, v, name, kv_len=kv_len, scale=0.3), truth), rel=1e-4)

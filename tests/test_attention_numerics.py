@@ -17,7 +17,7 @@ from videoqat.attention import attention
 from videoqat.recipes import RECIPES, AttentionRecipe
 
 VARIANTS = {
-    **{name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised},
+    **{name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised and recipe.qk != "int8"},
     "mxfp8": AttentionRecipe("mxfp8", qk="mxfp8", pv="mxfp8"),
     "mxfp4_fp8": AttentionRecipe("mxfp4_fp8", qk="fp8", pv="mxfp4", p_gain_log2=3),
     "smooth_q": AttentionRecipe("smooth_q", smooth_q=True),

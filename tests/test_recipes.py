@@ -61,9 +61,11 @@ def test_the_named_recipes_are_what_the_documents_say():
         "b200_nvfp4_bf16": ("nvfp4", "bf16", 11),
         "b200_nvfp4_fp8": ("nvfp4", "fp8", 8),
         "b200_mxfp8_fp8": ("mxfp8", "fp8", 8),
+        "sagebwd": ("int8", "int8", 0),
     }
     assert RECIPES["attn_qat_search"].scale_divisors == (6.0, 6.5, 5.6, 4.0)
     assert (RECIPES["sage3"].smooth_q, RECIPES["sage3"].smooth_k, RECIPES["sage3"].two_level_p) == (True, True, True)
+    assert (RECIPES["sagebwd"].smooth_k, RECIPES["sagebwd"].delta) == (True, "output")
     assert [name for name, r in RECIPES.items() if not r.is_quantised] == ["bf16"]
 
 
@@ -88,6 +90,20 @@ def test_the_named_recipes_are_what_the_documents_say():
         ({"scale_divisors": 6.0}, "scale_divisors=6.0 is not a list of numbers"),
         ({"scale_divisors": (4.0,), "qk": "mxfp4", "pv": "mxfp4"}, "scale_divisors are for nvfp4, but qk=mxfp4 and pv=mxfp4"),
         ({"grad_p": "quantised"}, "needs normalizer='quantised'"),
+        ({"qk": "int8"}, "qk='int8' and pv='nvfp4', but int8 (SageBwd) is for both together"),
+        ({"qk": "bf16", "pv": "int8"}, "qk='bf16' and pv='int8', but int8"),
+        *[
+            ({"qk": "int8", "pv": "int8", "p_gain_log2": 0, "delta": "output", **fields}, says)
+            for fields, says in (
+                ({"p_gain_log2": 8}, "p_gain_log2=8 does not go with int8 (SageBwd), which needs 0"),
+                ({"delta": "high_precision_output"}, "delta='high_precision_output' does not go with int8 (SageBwd), which needs 'output'"),
+                ({"smooth_q": True}, "smooth_q=True does not go with int8"),
+                ({"normalizer": "quantised"}, "normalizer='quantised' does not go with int8"),
+                ({"dv_p": "exact"}, "dv_p='exact' does not go with int8"),
+                ({"two_level_p": True}, "two_level_p needs pv='nvfp4'"),
+                ({"scale_divisors": (6.0, 4.0)}, "scale_divisors are for nvfp4"),
+            )
+        ],
         ({"two_level_p": True}, "two_level_p needs pv='nvfp4' and p_gain_log2=0"),
         ({"two_level_p": True, "p_gain_log2": 0, "pv": "mxfp4"}, "two_level_p needs pv='nvfp4'"),
         ({"smooth_k": "yes"}, "smooth_k='yes' is not bool"),
@@ -112,9 +128,11 @@ def test_covers_asks_for_kind_and_layer():
 
 
 def test_every_operand_format_makes_a_recipe():
-    for qk in OPERAND_FORMATS:
-        for pv in OPERAND_FORMATS:
+    four_bits_and_eight = [format for format in OPERAND_FORMATS if format != "int8"]
+    for qk in four_bits_and_eight:
+        for pv in four_bits_and_eight:
             assert AttentionRecipe("mine", qk=qk, pv=pv, p_gain_log2=8).is_quantised == ((qk, pv) != ("bf16", "bf16"))
+    assert AttentionRecipe("mine", qk="int8", pv="int8", p_gain_log2=0, delta="output").is_quantised
 
 
 def test_a_recipe_from_a_file_starts_from_a_named_one(tmp_path: Path):

@@ -28,6 +28,19 @@ def test_hopper(kernel):
     assert code.count("shfl.sync") <= 16
 
 
+INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "mma.sync.aligned.m16n8k32", 120: "mma.sync.aligned.m16n8k32"}
+BF16_PRODUCT = {90: "m64n64k16.f32.bf16.bf16", 100: "tcgen05.mma.cta_group::1.kind::f16", 120: "m16n8k16.row.col.f32.bf16.bf16.f32"}
+
+
+@pytest.mark.parametrize("capability", [90, 100, 120])
+@pytest.mark.parametrize("kernel", ["int8_forward", "int8_dq", "int8_dkdv"])
+def test_sagebwd_multiplies_integers(capability, kernel):
+    """All products but dP, which only the backward has."""
+    code = ptx(capability, kernel)
+    assert INT8_PRODUCT[capability] in code
+    assert (BF16_PRODUCT[capability] in code) == (kernel != "int8_forward")
+
+
 @pytest.mark.parametrize("capability", [100, 120])
 @pytest.mark.parametrize("kernel", ["quantize", "forward"])
 def test_blackwell_converts_in_hardware(capability, kernel):

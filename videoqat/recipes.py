@@ -14,7 +14,7 @@ from typing import Any
 
 from videoqat.errors import ConfigError
 
-OPERAND_FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8")
+OPERAND_FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8", "int8")
 SEARCH_DIVISORS = (6.0, 6.5, 5.6, 4.0)
 ATTENTION_KINDS = ("self", "joint", "cross")
 
@@ -25,7 +25,8 @@ class AttentionRecipe:
 
     Attributes:
         name: what results and checkpoints call it.
-        qk: format of Q and K in S = Q K^T, blocks along head_dim; one of `OPERAND_FORMATS` (`bf16`: left as they come).
+        qk: format of Q and K in S = Q K^T, blocks along head_dim; one of `OPERAND_FORMATS` (`bf16`: left as they come; `int8`: SageBwd, for
+            qk and pv together, with smooth_k as its only variant).
         pv: format of P and V in O = P V, blocks along keys.
         p_gain_log2: g; P is multiplied by 2^g before it is quantised, and the gain cancels in the division by l.
         scale_divisors: divisors c tried for the NVFP4 scale E4M3(amax / c) of Q, K and V; the least squared error wins, the first of equals.
@@ -97,9 +98,24 @@ class AttentionRecipe:
             raise ConfigError(f"recipe {self.name!r}: grad_p='quantised' needs normalizer='quantised' (rows of dS must sum to zero)")
         if self.two_level_p and (self.pv != "nvfp4" or self.p_gain_log2 != 0):
             raise ConfigError(f"recipe {self.name!r}: two_level_p needs pv='nvfp4' and p_gain_log2=0 (its row scale is the gain)")
+        self._check_int8()
 
         # How the recipe travels through the attention operator. Made here once: torch.compile can read a string, but not run this.
         object.__setattr__(self, "as_json", json.dumps(self.to_dict()))
+
+    def _check_int8(self) -> None:
+        """INT8 is SageBwd, whole: both products, D from O, and none of what is there for 4 bits."""
+        if "int8" not in (self.qk, self.pv):
+            return
+        if self.qk != self.pv:
+            raise ConfigError(f"recipe {self.name!r}: qk={self.qk!r} and pv={self.pv!r}, but int8 (SageBwd) is for both together")
+        required = {
+            "p_gain_log2": 0, "normalizer": "exact", "grad_p": "exact", "smooth_q": False, "two_level_p": False, "delta": "output",
+            "dv_p": "quantised",
+        }  # fmt: skip
+        for field, value in required.items():
+            if getattr(self, field) != value:
+                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} does not go with int8 (SageBwd), which needs {value!r}")
 
     @property
     def is_quantised(self) -> bool:
@@ -130,6 +146,7 @@ _NAMED = (
     AttentionRecipe("b200_nvfp4_bf16", qk="nvfp4", pv="bf16"),
     AttentionRecipe("b200_nvfp4_fp8", qk="nvfp4", pv="fp8", p_gain_log2=8),
     AttentionRecipe("b200_mxfp8_fp8", qk="mxfp8", pv="fp8", p_gain_log2=8),
+    AttentionRecipe("sagebwd", qk="int8", pv="int8", p_gain_log2=0, smooth_k=True, delta="output"),
 )
 RECIPES: dict[str, AttentionRecipe] = {recipe.name: recipe for recipe in _NAMED}
 

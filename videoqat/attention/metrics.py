@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from videoqat.attention import reference
+from videoqat.attention import reference, sagebwd
 from videoqat.formats import FORMATS, block_health
 from videoqat.recipes import AttentionRecipe, get_recipe
 
@@ -42,7 +42,7 @@ def attention_health(
         q_, k_, v_scale_saturated_share: share of its blocks whose largest magnitude is clipped. (P's can't be: its gain sees to that.)
         scale_zero_share, scale_saturated_share: the largest of these over the operands.
         p_mass_lost_share: share of the softmax weight (of P's sum) that became zero.
-        All are 0 for operands that aren't quantised, or that have no blocks.
+        All are 0 for operands that aren't quantised, or that have no blocks. INT8's scales are fp32 numbers: they neither vanish nor saturate.
     """
     with torch.no_grad(), torch.autocast(q_BNHd.device.type, enabled=False):
         return _health(q_BNHd, k_BNHd, v_BNHd, get_recipe(recipe), scale, kv_len, max_queries)
@@ -52,6 +52,8 @@ def _health(
     q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRecipe, scale: float | None, kv_len: Tensor | None, max_queries: int
 ) -> dict[str, float]:
     factor = q_BNHd.shape[3] ** -0.5 if scale is None else scale
+    if recipe.qk == "int8":
+        return _int8_health(q_BNHd, k_BNHd, v_BNHd, recipe, factor, kv_len, max_queries)
     plain = reference.arrange(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)
     quantised = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)
     exact = reference.prepare(q_BNHd, k_BNHd, v_BNHd, _EXACT, scale=factor, kv_len_B=kv_len, causal=False)
@@ -87,6 +89,30 @@ def _health(
     for kind in ("zero", "saturated"):
         health[f"scale_{kind}_share"] = max(value for key, value in health.items() if key.endswith(f"_scale_{kind}_share"))
     return health
+
+
+def _int8_health(
+    q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRecipe, scale: float, kv_len: Tensor | None, max_queries: int
+) -> dict[str, float]:
+    x = sagebwd.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len, causal=False).operands
+    exact = reference.prepare(sagebwd.padded(q_BNHd), k_BNHd, v_BNHd, _EXACT, scale=scale, kv_len_B=kv_len, causal=False)
+    assert x.limit_XR is not None
+    num_rows = x.q_XRd.shape[1]
+    rows = slice(0, num_rows, -(-num_rows // max_queries))
+    p_sum = p_lost = error = size = 0.0
+    for head in range(x.q_XRd.shape[0]):
+        heads = slice(head, head + 1)
+        out, _, _, p, p_quantised = sagebwd.forward_rows(x, heads, rows)
+        out_exact, _, _ = reference.forward_rows(exact, _EXACT, heads, rows, [_tile(exact, rows)])
+        out_exact.masked_fill_((x.limit_XR[heads, rows] == 0).unsqueeze(2), 0.0)  # padding: rows that see no key
+        p_sum += float(p.sum())
+        p_lost += float(p[p_quantised == 0].sum())
+        error += float((out - out_exact).double().square().sum())
+        size += float(out_exact.double().square().sum())
+    health = {"relative_error": (error / size) ** 0.5 if size else 0.0, "p_mass_lost_share": p_lost / p_sum if p_sum else 0.0}
+    for name in ("q_", "k_", "v_", ""):
+        health[f"{name}scale_zero_share"] = health[f"{name}scale_saturated_share"] = 0.0
+    return {**health, "p_scale_zero_share": 0.0}
 
 
 def _tile(x: reference.Operands, rows: slice) -> Tensor:

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from videoqat.formats import FORMATS, fake_quantize
+from videoqat.formats.int8 import INT8_TOKENS
 from videoqat.formats.rounding import round_e2m1_, round_e4m3_
 from videoqat.recipes import AttentionRecipe
 
@@ -128,7 +129,12 @@ def arrange(
 
     lse_offset = mean_q = k_plain = None
     if recipe.smooth_k:
-        tokens = num_keys if kv_len_B is None else kv_len_B.clamp(min=1).repeat_interleave(num_kv_heads).view(-1, 1, 1)
+        # As a tensor: dividing by a number, CUDA would multiply with its reciprocal.
+        tokens = (
+            torch.full((1, 1, 1), num_keys, device=k.device)
+            if kv_len_B is None
+            else kv_len_B.clamp(min=1).repeat_interleave(num_kv_heads).view(-1, 1, 1)
+        )
         mean_k_X1d = k.sum(dim=1, keepdim=True) / tokens
         lse_offset = scale * (q @ mean_k_X1d.transpose(1, 2)).squeeze(2)
         k = k - mean_k_X1d
@@ -145,6 +151,8 @@ def _key_block(recipe: AttentionRecipe) -> int:
     """P and V are padded to a multiple of this many keys."""
     if recipe.two_level_p:
         return TWO_LEVEL_KEYS
+    if recipe.pv == "int8":
+        return INT8_TOKENS
     return FORMATS[recipe.pv].block_size if recipe.pv in FORMATS else 1
 
 
@@ -154,7 +162,7 @@ def _block_means(q_YNd: Tensor) -> Tensor:
     return torch.cat(means, dim=1)
 
 
-def _scores(x: Operands, heads: slice, rows: slice, out_XKR: Tensor) -> Tensor:
+def scores(x: Operands, heads: slice, rows: slice, out_XKR: Tensor) -> Tensor:
     """t_XKR: logits in log2 units, -inf where a row may not look."""
     factor = math.log2(math.e) * x.scale
     t = torch.baddbmm(out_XKR, x.k_XKd[heads], x.q_XRd[heads, rows].transpose(1, 2), beta=0, alpha=factor, out=out_XKR)
@@ -193,7 +201,7 @@ def quantise_p(p_XKR: Tensor, recipe: AttentionRecipe, out_XKR: Tensor) -> Tenso
 
 def row_weights(x: Operands, recipe: AttentionRecipe, heads: slice, rows: slice, out_XKR: Tensor) -> tuple[Tensor, Tensor]:
     """p = 2^(t - m + g), not quantised, written to `out_XKR`; and m_X1R."""
-    t = _scores(x, heads, rows, out_XKR)
+    t = scores(x, heads, rows, out_XKR)
     m_X1R = t.amax(dim=1, keepdim=True).ceil_()
     if x.limit_XR is not None:
         m_X1R.masked_fill_(x.limit_XR[heads, None, rows] == 0, 0.0)  # -inf - -inf would be NaN; only here: a NaN of the data stays one
@@ -229,7 +237,7 @@ def backward_rows(
     `buffers`: `BACKWARD_BUFFERS` of shape (X, K, R) to be overwritten.
     """
     inverse_l = _inverse(l_XR.unsqueeze(1))
-    p = _scores(x, heads, rows, buffers[0]).sub_(m_XR.unsqueeze(1) - recipe.p_gain_log2).exp2_()
+    p = scores(x, heads, rows, buffers[0]).sub_(m_XR.unsqueeze(1) - recipe.p_gain_log2).exp2_()
     quantised_in_dv, quantised_in_ds, quantised_in_delta = _uses_of_p(recipe)
     p_quantised = quantise_p(p, recipe, buffers[1]) if quantised_in_dv or quantised_in_ds or quantised_in_delta else p
     p_dv = p_quantised if quantised_in_dv else p

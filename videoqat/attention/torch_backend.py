@@ -6,7 +6,7 @@ into one tile, so that Python's overhead doesn't count.
 
 Kept for the backward: q, k, v as they came and m, l (two floats a row). K', V' and Q' are quantised again: a few passes over N * d numbers
 beside dozens over N * N, and an own copy would be more memory than the inputs that autograd holds by reference. O_hp is not needed (see
-`reference.py`).
+`reference.py`). SageBwd (`sagebwd.py`) keeps out, too, for its D.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from videoqat.attention import reference
+from videoqat.attention import reference, sagebwd
 from videoqat.recipes import AttentionRecipe
 
 NATIVE = False
@@ -32,7 +32,7 @@ def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_
 
 def keeps(recipe: AttentionRecipe) -> tuple[bool, bool, bool, bool]:
     """Which of q, k, v and out the backward needs besides `kept`."""
-    return True, True, True, False
+    return True, True, True, recipe.qk == "int8"
 
 
 def empty_kept(q_BNHd: Tensor, k_BNHd: Tensor, recipe: AttentionRecipe) -> list[Tensor]:
@@ -44,6 +44,9 @@ def forward(
     q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: AttentionRecipe, scale: float, causal: bool, training: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """out (B, Nq, H, d) in q's dtype; lse, m and l (B, H, Nq) fp32; what else the backward needs: nothing."""
+    if recipe.qk == "int8":
+        out, lse, m, l_BHN = sagebwd.forward(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+        return out.to(q_BNHd.dtype), lse, m, l_BHN, []
     B, num_queries, H, _ = q_BNHd.shape
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
     out = torch.empty_like(x.q_XRd)
@@ -74,6 +77,12 @@ def backward(
     assert q_BNHd is not None
     assert k_BNHd is not None
     assert v_BNHd is not None
+    if recipe.qk == "int8":
+        assert out_BNHd is not None
+        saved = (q_BNHd, k_BNHd, v_BNHd, out_BNHd, m_BHN, l_BHN)
+        gradients = sagebwd.backward(grad_out_BNHd, *saved, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+        dq, dk, dv = (x.to(q_BNHd.dtype) for x in gradients)
+        return dq, dk, dv
     B, _, H, _ = q_BNHd.shape
     num_kv_heads = k_BNHd.shape[2]
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)

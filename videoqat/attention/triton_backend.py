@@ -1,7 +1,8 @@
 """The kernel `triton`: Attn-QAT's forward and backward in Triton, for training and for generating on any NVIDIA GPU from sm_80 on.
 
 The arithmetic of 4 bits is emulated: operands hold exactly what the formats can say, products are bf16 with fp32 accumulators. Kept for the
-backward are the codes of q, k and v (4.5 bits a number, where their format has codes) and the output, which the next layer holds anyway.
+backward are the codes of q, k and v (4.5 bits a number, where their format has codes) and the output, which the next layer holds anyway. SageBwd's
+INT8 products are real ones; it keeps the codes of q and k, v itself, and the output.
 
 On the CPU it runs only under Triton's interpreter, for tests, and only when asked for by name.
 """
@@ -51,14 +52,19 @@ def keeps(recipe: AttentionRecipe) -> tuple[bool, bool, bool, bool]:
     """Which of q, k, v and out the backward needs besides `kept`."""
     from videoqat_kernels.triton_ops.attention import coded_operands
 
+    if recipe.qk == "int8":  # v itself, because dP is of the V that isn't quantised
+        return False, False, True, True
     q, k, v = coded_operands(recipe)
     return not q, not k, not v, True
 
 
 def empty_kept(q_BNHd: Tensor, k_BNHd: Tensor, recipe: AttentionRecipe) -> list[Tensor]:
     """Tensors like `forward`'s kept ones, with nothing in them."""
+    from videoqat_kernels.triton_ops import sagebwd
     from videoqat_kernels.triton_ops.attention import empty_codes
 
+    if recipe.qk == "int8":
+        return sagebwd.empty_codes(q_BNHd, k_BNHd)
     return empty_codes(q_BNHd, k_BNHd, recipe)
 
 
@@ -66,11 +72,12 @@ def forward(
     q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | None, recipe: AttentionRecipe, scale: float, causal: bool, training: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """out (B, Nq, H, d) in q's dtype; lse, m and l (B, H, Nq) fp32; in training the codes of q, k and v."""
-    from videoqat_kernels.triton_ops import attention
+    from videoqat_kernels.triton_ops import attention, sagebwd
 
     if not scale > 0:
         raise AttentionError(f"scale={scale} must be positive for kernel 'triton'; 'torch' takes any")
-    result = attention.forward(q_BNHd, k_BNHd, v_BNHd, kv_len_B, recipe, scale, causal, keep_codes=training)
+    run = sagebwd.forward if recipe.qk == "int8" else attention.forward
+    result = run(q_BNHd, k_BNHd, v_BNHd, kv_len_B, recipe, scale, causal, keep_codes=training)
     return result.out, result.lse, result.m, result.l, result.codes
 
 
@@ -90,8 +97,11 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the dtype of q, k, v."""
-    from videoqat_kernels.triton_ops import attention
+    from videoqat_kernels.triton_ops import attention, sagebwd
 
     assert out_BNHd is not None
+    if recipe.qk == "int8":
+        assert v_BNHd is not None
+        return sagebwd.backward(grad_out_BNHd, v_BNHd, out_BNHd, m_BHN, l_BHN, kept, kv_len_B, scale, causal)
     originals = (q_BNHd, k_BNHd, v_BNHd)
     return attention.backward(grad_out_BNHd, out_BNHd, m_BHN, l_BHN, kept, originals, kv_len_B, num_keys, recipe, scale, causal)
