@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from videoqat.attention import reference
+from videoqat.attention import reference, sagebwd
 from videoqat.recipes import AttentionRecipe
 
 LAST_QUERIES = reference.SMOOTH_Q_TOKENS  # whole blocks of it, so that smooth_q's means are the same
@@ -41,8 +41,6 @@ def relative_errors(
 def _forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRecipe) -> tuple[Tensor, ...]:
     """out, lse, m, l in fp64."""
     if recipe.qk == "int8":
-        from videoqat.attention import sagebwd
-
         return sagebwd.forward(q_BNHd, k_BNHd, v_BNHd, recipe, scale=q_BNHd.shape[3] ** -0.5, kv_len_B=None, causal=False, dtype=torch.float64)
     return reference.forward(q_BNHd, k_BNHd, v_BNHd, recipe)
 
@@ -50,8 +48,6 @@ def _forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, recipe: AttentionRe
 def _gradients(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, grad_out_BNHd: Tensor, recipe: AttentionRecipe) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in fp64 of one head, some rows at a time."""
     if recipe.qk == "int8":
-        from videoqat.attention import sagebwd
-
         saved = _forward(q_BNHd, k_BNHd, v_BNHd, recipe)
         options = {"scale": q_BNHd.shape[3] ** -0.5, "kv_len_B": None, "causal": False, "dtype": torch.float64}
         return sagebwd.backward(grad_out_BNHd, q_BNHd, k_BNHd, v_BNHd, saved[0], saved[2], saved[3], recipe, **options)
