@@ -13,6 +13,7 @@ import pytest
 from videoqat import __version__
 from videoqat.cli import main
 from videoqat.commands import COMMANDS
+from videoqat.provenance import provenance
 
 SMALL = ["sampling.num_frames=5", "sampling.height=32", "sampling.width=32", "sampling.num_inference_steps=1"]
 Run = Callable[..., tuple[int, str, str]]
@@ -142,6 +143,11 @@ def test_a_result_carries_its_provenance(run: Run, tmp_path: Path):
     assert code == 0
     text = json.dumps(json.loads(stdout))
     assert all(word in text for word in ('"commit"', '"versions"', '"torch"'))
+
+
+def test_a_result_tells_its_command_without_the_place_it_lay_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", ["/somewhere/videoqat/__main__.py", "bench", "attention", "shapes=[short]"])
+    assert provenance("cpu")["command"] == "videoqat bench attention 'shapes=[short]'"
 
 
 # Bad input
