@@ -145,6 +145,37 @@ def test_recipes(name):
         assert_close(run(q, k, v, grad_out, recipe, **options), truth(q, k, v, grad_out, recipe, **options), tolerance)
 
 
+def test_smooth_q_adds_its_means_for_some_queries_at_a_time(monkeypatch):
+    """In parts of one block of 128 queries and of two, where the last part has 44 queries, in groups of heads, with keys that aren't there."""
+    q, k, v, _ = make(2, 300, 140, 2, 1, 48)
+    q = q + torch.linspace(-2, 2, 300, device=DEVICE)[:, None, None].to(q.dtype)
+    kv_len = torch.tensor([140, 77], device=DEVICE)
+    k[1, 77:] = float("nan")
+    recipe = AttentionRecipe("q", smooth_q=True, smooth_k=True)
+    expected, expected_lse, _, _ = reference.forward(q, k, v, recipe, scale=0.2, kv_len=kv_len)
+    results = []
+    for blocks in (1, 2):
+        monkeypatch.setattr("videoqat_kernels.triton_ops.smoothing.BIAS_ELEMENTS", blocks * 2 * 2 * 256)
+        result = forward(q, k.transpose(1, 2).contiguous().transpose(1, 2), v, kv_len, recipe, 0.2, False, keep_codes=False)
+        assert relative_l2(result.out, expected) <= TOLERANCE[0]
+        assert relative_l2(result.lse, expected_lse) < 1e-6
+        results.append(result.out)
+    assert all(torch.equal(x, results[0]) for x in results)
+
+
+@pytest.mark.gpu
+def test_smooth_q_of_long_sequences_needs_little_memory():
+    """65,536 tokens of 16 heads: mean_q K^T whole would be 134 MB for a head, 2.1 GB."""
+    q, k, v, _ = make(1, 65536, 65536, 16, 16, 64)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    result = forward(q, k, v, None, RECIPES["sage3"], 0.125, False, keep_codes=False)
+    assert torch.cuda.max_memory_allocated() - before < 1.5e9
+    rows = slice(-256, None)
+    expected, _, _, _ = reference.forward(q[:, rows, -1:], k[:, :, -1:], v[:, :, -1:], RECIPES["sage3"], scale=0.125)
+    assert relative_l2(result.out[:, rows, -1:], expected) <= TOLERANCE[0]
+
+
 def test_strided_inputs_in_groups_are_not_changed_and_give_the_same_twice():
     q, k, v, grad_out = (
         torch.randn(2, 2, n, h, 64, device=DEVICE).to(torch.bfloat16 if ON_GPU else torch.float32) for n, h in ((90, 6), (100, 2), (100, 2), (90, 6))

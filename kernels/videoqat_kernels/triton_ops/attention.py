@@ -5,7 +5,7 @@ the formats can say, the products are bf16 with fp32 accumulators.
 """
 
 import contextlib
-import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -15,10 +15,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from videoqat_kernels.triton_ops.attn_backward import attn_backward_dkdv_kernel, attn_backward_dq_kernel, prepare_gradient_kernel
 from videoqat_kernels.triton_ops.attn_forward import attn_forward_kernel
-from videoqat_kernels.triton_ops.quantize import BLOCK_FORMATS, code_buffers, dequantize, padded_tokens, quantize
+from videoqat_kernels.triton_ops.quantize import BLOCK_FORMATS, code_buffers, dequantize, quantize
+from videoqat_kernels.triton_ops.smoothing import SMOOTH_Q_TOKENS, biases, mean_over_blocks, mean_over_tokens
 
 LOG2_E = 1.4426950408889634
-SMOOTH_Q_TOKENS = 128
 MAX_HEAD_DIM = 128
 
 
@@ -58,14 +58,14 @@ class ForwardResult(NamedTuple):
 
 
 class QuantisedOperands(NamedTuple):
-    """What the forward multiplies, and what smoothing took out: mean_k fp32 (B, H_kv, 1, d), and bias, mean_q's part of the logits; or None."""
+    """What the forward multiplies, and what smoothing took out: mean_q (B, H, blocks of 128, d), mean_k (B, H_kv, 1, d), fp32; or None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     codes: list[Tensor]
+    mean_q: Tensor | None
     mean_k: Tensor | None
-    bias: Tensor | None
 
 
 def products(recipe: Recipe) -> tuple[int, int]:
@@ -105,20 +105,27 @@ def forward(
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
     kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
-    q, k, v, codes, mean_k, bias = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len, recipe, scale, keep_codes)
+    q, k, v, codes, mean_q, mean_k = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len, recipe, scale, keep_codes)
     with _on(q_BNHd):
         out = torch.empty((B, Nq, H, d), dtype=q_BNHd.dtype, device=q_BNHd.device)
         lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q_BNHd.device) for _ in range(3))
         tile = _forward_tile(q.shape[3], recipe)
-        attn_forward_kernel[(triton.cdiv(Nq, tile.queries), B * H)](
-            _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys), bias, out, m, l, lse, kv_len,
-            *out.stride()[:3], Nq, Nk, q.shape[2], k.shape[2], H, H_kv, 0 if bias is None else bias.shape[2],
-            LOG2_E * scale, float(recipe.p_gain_log2),
-            D=d, DP=q.shape[3], BLOCK_M=tile.queries, BLOCK_N=tile.keys, GROUP=_p_group(recipe), CAUSAL=causal, P_FORMAT=recipe.pv,
-            QUANTISED_SUM=recipe.normalizer == "quantised", TWO_LEVEL=recipe.two_level_p, HAS_BIAS=bias is not None,
-            MAXIMUM_FIRST=_maximum_first(recipe),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        descriptors = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
+        parts: Iterable[tuple[int, Tensor | None]] = [(0, None)]
+        if mean_q is not None:
+            parts = biases(mean_q, _channels_side_by_side(k_BNHd), mean_k, kv_len, LOG2_E * scale)
+        for first_block, bias in parts:
+            first = first_block * SMOOTH_Q_TOKENS
+            queries = Nq if bias is None else min(Nq - first, bias.shape[2] * SMOOTH_Q_TOKENS)
+            attn_forward_kernel[(triton.cdiv(queries, tile.queries), B * H)](
+                *descriptors, bias, out, m, l, lse, kv_len,
+                *out.stride()[:3], first, Nq, Nk, q.shape[2], k.shape[2], H, H_kv, 0 if bias is None else bias.shape[2],
+                LOG2_E * scale, float(recipe.p_gain_log2),
+                D=d, DP=q.shape[3], BLOCK_M=tile.queries, BLOCK_N=tile.keys, GROUP=_p_group(recipe), CAUSAL=causal, P_FORMAT=recipe.pv,
+                QUANTISED_SUM=recipe.normalizer == "quantised", TWO_LEVEL=recipe.two_level_p, HAS_BIAS=bias is not None,
+                MAXIMUM_FIRST=_maximum_first(recipe),
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
         if mean_k is not None:  # what smoothing took from every logit of the row
             mean_of_head = mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
             lse += scale * torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head)
@@ -132,15 +139,15 @@ def quantise_operands(
     kv_len = _lengths(kv_len_B, k_BNHd.shape[0], k_BNHd.shape[1], k_BNHd.device)
     q_BNHd, k_BNHd, v_BNHd = (_channels_side_by_side(x) for x in (q_BNHd, k_BNHd, v_BNHd))
     with _on(q_BNHd):
-        mean_q = mean_k = bias = None
+        mean_q = mean_k = None
         if recipe.smooth_k:
-            mean_k = _mean_over_tokens(k_BNHd, kv_len)
+            mean_k = mean_over_tokens(k_BNHd, kv_len)
         if recipe.smooth_q:
-            mean_q, bias = _smoothing_of_q(q_BNHd, k_BNHd, mean_k, kv_len, scale)
+            mean_q = mean_over_blocks(q_BNHd)
         q, q_codes = _quantised_q(q_BNHd, recipe, keep_codes, mean_q)
         k, k_codes = _quantised_k(k_BNHd, kv_len, recipe, keep_codes, mean_k)
         v, v_codes = _quantised_v(v_BNHd, kv_len, recipe, keep_codes)
-    return QuantisedOperands(q, k, v, [*q_codes, *k_codes, *v_codes], mean_k, bias)
+    return QuantisedOperands(q, k, v, [*q_codes, *k_codes, *v_codes], mean_q, mean_k)
 
 
 def backward(
@@ -175,7 +182,7 @@ def backward(
         else:
             assert originals[0] is not None
             assert originals[1] is not None
-            mean_k = _mean_over_tokens(originals[1], kv_len) if recipe.smooth_k else None
+            mean_k = mean_over_tokens(originals[1], kv_len) if recipe.smooth_k else None
             q, _ = _quantised_q(originals[0], recipe, False, None)
             k, _ = _quantised_k(originals[1], kv_len, recipe, False, mean_k)
         if recipe.pv in BLOCK_FORMATS:
@@ -286,29 +293,3 @@ def _quantised_k(k_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: boo
 def _quantised_v(v_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: bool) -> tuple[Tensor, list[Tensor]]:
     return quantize(v_BNHd, recipe.pv, along_tokens=True, lengths_B=kv_len, divisors=recipe.scale_divisors, store_codes=keep_codes,
                     permute=_p_group(recipe))  # fmt: skip
-
-
-def _mean_over_tokens(k_BNHd: Tensor, kv_len: Tensor) -> Tensor:
-    """fp32 (B, H, 1, d): the mean of the real tokens of each head."""
-    real = torch.arange(k_BNHd.shape[1], device=k_BNHd.device) < kv_len[:, None]
-    total = torch.where(real[:, :, None, None], k_BNHd, 0).sum(dim=1, keepdim=True, dtype=torch.float32)
-    return (total / kv_len.clamp(min=1)[:, None, None, None]).transpose(1, 2).contiguous()
-
-
-def _smoothing_of_q(q_BNHd: Tensor, k_BNHd: Tensor, mean_k: Tensor | None, kv_len: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The mean of each 128 tokens of q, fp32 (B, H, blocks, d), and what it adds to t: fp32 (B, H, blocks, padded Nk)."""
-    Nq, H = q_BNHd.shape[1:3]
-    B, Nk, H_kv, _ = k_BNHd.shape
-    blocks = padded_tokens(Nq) // SMOOTH_Q_TOKENS
-    padded = torch.nn.functional.pad(q_BNHd.float(), (0, 0, 0, 0, 0, padded_tokens(Nq) - Nq)).unflatten(1, (blocks, SMOOTH_Q_TOKENS))
-    tokens = torch.full((blocks,), float(SMOOTH_Q_TOKENS), device=q_BNHd.device)
-    tokens[-1] = Nq - (blocks - 1) * SMOOTH_Q_TOKENS
-    mean_q = (padded.sum(2) / tokens[:, None, None]).transpose(1, 2).contiguous()
-    real = torch.arange(Nk, device=k_BNHd.device) < kv_len[:, None]
-    k = torch.where(real[:, :, None, None], k_BNHd.float(), 0).transpose(1, 2)
-    if mean_k is not None:
-        k = k - mean_k
-    k = k.repeat_interleave(H // H_kv, dim=1)
-    bias = torch.zeros((B, H, blocks, padded_tokens(Nk)), dtype=torch.float32, device=q_BNHd.device)
-    bias[..., :Nk] = (mean_q @ k.transpose(2, 3)) * (math.log2(math.e) * scale)
-    return mean_q, bias

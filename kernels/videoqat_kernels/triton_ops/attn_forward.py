@@ -99,12 +99,15 @@ def _maximum_over_keys(
 @triton.jit
 def attn_forward_kernel(
     desc_q, desc_k, desc_v, BIAS, O, M, L, LSE, KV_LEN,
-    stride_ob, stride_on, stride_oh, Nq, Nk, Nq_padded, Nk_padded, H, H_kv, bias_rows, log2_scale, gain,
+    stride_ob, stride_on, stride_oh, first, Nq, Nk, Nq_padded, Nk_padded, H, H_kv, bias_rows, log2_scale, gain,
     D: tl.constexpr, DP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr, CAUSAL: tl.constexpr,
     P_FORMAT: tl.constexpr, QUANTISED_SUM: tl.constexpr, TWO_LEVEL: tl.constexpr, HAS_BIAS: tl.constexpr, MAXIMUM_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """O, m, l and lse of BLOCK_M queries of one head. BIAS (B, H, bias_rows, Nk_padded): smooth_q's part of t for each 128 queries."""
-    m0 = tl.program_id(0) * BLOCK_M
+    """O, m, l and lse of BLOCK_M queries of one head, counted from query `first`, a multiple of 128.
+
+    BIAS (B, H, bias_rows, Nk_padded): smooth_q's part of t for each 128 queries from there on.
+    """
+    m0 = first + tl.program_id(0) * BLOCK_M
     bh = tl.program_id(1)
     b = bh // H
     h = bh % H
@@ -121,7 +124,7 @@ def attn_forward_kernel(
         unmasked = kv_len // BLOCK_N * BLOCK_N
     q = operand(desc_q.load([bh * Nq_padded + m0, 0]))
     if HAS_BIAS:
-        BIAS += (bh.to(tl.int64) * bias_rows + m0 // 128) * Nk_padded
+        BIAS += (bh.to(tl.int64) * bias_rows + (m0 - first) // 128) * Nk_padded
     acc = tl.zeros([BLOCK_M, DP], tl.float32)
     row_sum = tl.zeros([BLOCK_M, 4], tl.float32)
     row_max = tl.full([BLOCK_M], NO_MAXIMUM, tl.float32)

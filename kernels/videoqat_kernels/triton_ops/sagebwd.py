@@ -10,7 +10,6 @@ from videoqat_kernels.triton_ops.attention import (
     Recipe,
     _channels_side_by_side,
     _lengths,
-    _mean_over_tokens,
     _on,
     _rows,
 )
@@ -23,6 +22,7 @@ from videoqat_kernels.triton_ops.sagebwd_kernels import (
     int8_prepare_gradient_kernel,
     int8_quantize_kernel,
 )
+from videoqat_kernels.triton_ops.smoothing import mean_over_tokens
 
 BLOCK_TOKENS = BLOCK.value
 FORWARD_QUERIES = 128
@@ -60,7 +60,7 @@ def forward(
     kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
     q_BNHd, k_BNHd, v_BNHd = (_channels_side_by_side(x) for x in (q_BNHd, k_BNHd, v_BNHd))
     with _on(q_BNHd):
-        mean_k = _mean_over_tokens(k_BNHd, kv_len) if recipe.smooth_k else None
+        mean_k = mean_over_tokens(k_BNHd, kv_len) if recipe.smooth_k else None
         q, q_scales = quantize_int8(q_BNHd, _lengths(None, B, Nq, q_BNHd.device))
         k, k_scales = quantize_int8(k_BNHd, kv_len, mean_k)
         v, v_scales = quantize_int8(v_BNHd, kv_len)
