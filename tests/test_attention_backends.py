@@ -75,6 +75,15 @@ def test_resolve():
     assert receipt.to_dict()["kernel"] == "torch"
 
 
+def test_where_torch_steps_in_on_a_gpu_the_receipt_says_why(monkeypatch):
+    monkeypatch.setattr("videoqat.attention.triton_backend._missing", lambda device_type: None)
+    receipt = resolve("sage3", "cuda", torch.bfloat16, 64, training=True)
+    assert receipt.kernel == "torch"
+    assert receipt.reason.endswith("triton doesn't serve here: it has no backward for smooth_q and two_level_p")
+    assert "doesn't serve" not in resolve("sage3", "cuda", torch.bfloat16, 64).reason
+    assert "doesn't serve" not in resolve("sage3", "cpu", torch.float32, 64, training=True).reason
+
+
 def test_receipts_tell_what_ran():
     attention(Q, K, V, "attn_qat")  # outside: not recorded
     with record_receipts() as receipts:

@@ -122,7 +122,10 @@ def test_refusals():
 @pytest.mark.gpu
 def test_serves_cuda_by_default():
     assert resolve("attn_qat_search", "cuda", torch.bfloat16, 128, training=True).kernel == "triton"
-    assert resolve("sage3", "cuda", torch.bfloat16, 128, training=True).kernel == "torch"
+    receipt = resolve("sage3", "cuda", torch.bfloat16, 128, training=True)
+    assert receipt.kernel == "torch"
+    assert "triton doesn't serve here: it has no backward for smooth_q and two_level_p" in receipt.reason
+    assert resolve("sagebwd", "cuda", torch.bfloat16, 128, training=True).kernel == "triton"
 
 
 @pytest.mark.gpu

@@ -74,13 +74,16 @@ def resolve(
     able = [name for name, obstacle in obstacles.items() if obstacle is None]
     if not able:
         raise AttentionError(f"no kernel serves recipe {recipe.name!r} on {device}: {'; '.join(f'{k}: {why}' for k, why in obstacles.items())}")
+    passed_by = ""
     if kernel == "auto":
         chosen, asked = able[0], ""
+        if chosen == "torch" and device_type != "cpu" and obstacles["triton"] is not None:  # slow there: say why the fast one doesn't serve
+            passed_by = f"; triton doesn't serve here: {obstacles['triton']}"
     elif kernel in able:
         chosen, asked = kernel, "asked for by name; "
     else:
         raise AttentionError(f"kernel={kernel!r} can't serve recipe {recipe.name!r} on {device}: {obstacles[kernel]}; would work: {', '.join(able)}")
-    return Receipt(chosen, KERNELS[chosen].NATIVE, asked + KERNELS[chosen].REASON, device, recipe.name)
+    return Receipt(chosen, KERNELS[chosen].NATIVE, asked + KERNELS[chosen].REASON + passed_by, device, recipe.name)
 
 
 _recorders: list[list[Receipt]] = []
