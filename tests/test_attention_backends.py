@@ -81,6 +81,7 @@ def test_where_torch_steps_in_on_a_gpu_the_receipt_says_why(monkeypatch):
     assert receipt.kernel == "torch"
     assert receipt.reason.endswith("triton doesn't serve here: it has no backward for smooth_q and two_level_p")
     assert "doesn't serve" not in resolve("sage3", "cuda", torch.bfloat16, 64).reason
+    assert [resolve(name, "cuda", torch.bfloat16, 64, training=True).native for name in ("attn_qat", "sagebwd")] == [False, True]
     assert "doesn't serve" not in resolve("sage3", "cpu", torch.float32, 64, training=True).reason
 
 
@@ -118,7 +119,8 @@ def test_the_receipt_comes_from_the_kernel_that_runs(monkeypatch):
     """A kernel that is put in front serves, and the receipt names it: nothing is written down before it ran."""
 
     class Broken:
-        NATIVE, REASON, BY_NAME_ONLY = True, "fastest", ()
+        BY_NAME_ONLY = ()
+        describe = staticmethod(lambda *_: (True, "fastest"))
         why_not = staticmethod(lambda *_: None)
 
         @staticmethod

@@ -1,9 +1,9 @@
 """Which kernel serves a call, why, and what really ran.
 
-A kernel is a module with `NATIVE` (False: it emulates the arithmetic), `REASON` (why one would choose it, for the receipt), `BY_NAME_ONLY`
-(device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why it can't serve), `forward`
-and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other). A new one is its file and one line in `KERNELS`, which is in
-order of preference.
+A kernel is a module with `describe(recipe, device_type)` (whether its arithmetic is native, and why one would choose it: for the receipt),
+`BY_NAME_ONLY` (device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why it can't
+serve), `forward` and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other). A new one is its file and one line in
+`KERNELS`, which is in order of preference.
 """
 
 import contextlib
@@ -83,7 +83,8 @@ def resolve(
         chosen, asked = kernel, "asked for by name; "
     else:
         raise AttentionError(f"kernel={kernel!r} can't serve recipe {recipe.name!r} on {device}: {obstacles[kernel]}; would work: {', '.join(able)}")
-    return Receipt(chosen, KERNELS[chosen].NATIVE, asked + KERNELS[chosen].REASON + passed_by, device, recipe.name)
+    native, reason = KERNELS[chosen].describe(recipe, device_type)
+    return Receipt(chosen, native, asked + reason + passed_by, device, recipe.name)
 
 
 _recorders: list[list[Receipt]] = []

@@ -103,7 +103,7 @@ def _record_sdpa(reason: str, device: str, recipe: str) -> None:
 
     The receipt is made anew, because dynamo calls this with plain constants only.
     """
-    backends.record(backends.Receipt("sdpa", sdpa_backend.NATIVE, reason, device, recipe))
+    backends.record(backends.Receipt("sdpa", True, reason, device, recipe))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None) -> None:

@@ -13,9 +13,12 @@ from torch import Tensor
 from videoqat.attention import reference
 from videoqat.recipes import AttentionRecipe
 
-NATIVE = True
 BY_NAME_ONLY = ()
-REASON = "the recipe quantises nothing: plain scaled_dot_product_attention"
+
+
+def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
+    """Whether its arithmetic is native, and why one would choose it."""
+    return True, "the recipe quantises nothing: plain scaled_dot_product_attention"
 
 
 def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:

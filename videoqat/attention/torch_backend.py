@@ -18,11 +18,14 @@ from torch import Tensor
 from videoqat.attention import reference, sagebwd
 from videoqat.recipes import AttentionRecipe
 
-NATIVE = False
 BY_NAME_ONLY = ()
-REASON = "emulates the quantised arithmetic in fp32 with torch operations, on any device"
 TILE_ELEMENTS = 2**19
 MIN_TILE_ROWS = 16
+
+
+def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
+    """Whether its arithmetic is native, and why one would choose it."""
+    return False, "emulates the quantised arithmetic in fp32 with torch operations, on any device"
 
 
 def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:

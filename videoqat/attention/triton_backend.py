@@ -15,8 +15,6 @@ from torch import Tensor
 from videoqat.errors import AttentionError
 from videoqat.recipes import AttentionRecipe
 
-NATIVE = False
-REASON = "Triton on an NVIDIA GPU: emulates the quantised arithmetic with bf16 products"
 BY_NAME_ONLY = ("cpu",)
 
 
@@ -32,6 +30,13 @@ def _missing(device_type: str) -> str | None:
     elif device_type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
         return "it runs on NVIDIA GPUs from sm_80 on"
     return None
+
+
+def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
+    """Whether its arithmetic is native, and why one would choose it."""
+    if recipe.qk == "int8" and device_type == "cuda":
+        return True, "Triton on an NVIDIA GPU: INT8 products, but for dP, which the recipe wants in 16 bits"
+    return False, "Triton on an NVIDIA GPU: emulates the quantised arithmetic with bf16 products"
 
 
 def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
