@@ -27,8 +27,9 @@ help:
 	@echo "make bench  time 4-bit attention beside torch's own, and how long the program takes to start"
 	@echo "make fmt    format and mend what can be mended"
 
+# Waiting threads sleep instead of spinning: where something else runs on the machine, too, that is several times faster, and alone hardly slower.
 demo: venv
-	@$(BIN)/videoqat demo
+	@OMP_WAIT_POLICY=passive $(BIN)/videoqat demo
 
 # Two or more workers, each with one torch thread (tests/conftest.py); a file stays with one worker, so that its fixtures are built once.
 test: venv
