@@ -150,6 +150,8 @@ def test_health_is_the_error_of_what_attention_returns():
         health = attention_health(q, k, v, name, kv_len=kv_len, scale=0.3)
         truth = attention(q, k, v, "bf16", kv_len=kv_len, scale=0.3)
         assert health["relative_error"] == pytest.approx(relative_l2(attention(q, k, v, name, kv_len=kv_len, scale=0.3), truth), rel=1e-4)
+    assert set(health) == set(attention_health(q, k, v, "attn_qat"))
+    assert 0 < health["p_mass_lost_share"] < 0.01  # SageBwd's: weights below 1/254 of the largest in a row's 64 keys
     sampled = attention_health(q, k, v, "attn_qat", max_queries=20)["relative_error"]
     assert sampled == pytest.approx(attention_health(q, k, v, "attn_qat")["relative_error"], rel=0.3)
 

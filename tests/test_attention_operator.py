@@ -27,17 +27,18 @@ def with_gradients(function, q, k, v, grad_out):
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["attn_qat_search", "sage3"])
+@pytest.mark.parametrize("name", ["attn_qat_search", "sage3", "sagebwd"])
 def test_opcheck(name, training):
     q, k, v, grad_out = (x.requires_grad_(training) for x in make(batch=2, num_queries=20, num_keys=25))
     kv_len = torch.tensor([25, 7])
     torch.library.opcheck(attention_forward, (q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training))
     strided = [x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(training) for x in (q, k, v)]
     torch.library.opcheck(attention_forward, (*strided, None, _to_json(RECIPES[name]), 0.2, False, "torch", training))
-    _, _, m, l_BHN, kept = attention_forward(q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training)
+    out, _, m, l_BHN, kept = attention_forward(q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training)
+    out = out if torch_backend.keeps(RECIPES[name])[3] else None
     with torch.no_grad():
         torch.library.opcheck(
-            attention_backward, (grad_out, q, k, v, None, m, l_BHN, kept, kv_len, 25, 2, _to_json(RECIPES[name]), 0.2, True, "auto")
+            attention_backward, (grad_out, q, k, v, out, m, l_BHN, kept, kv_len, 25, 2, _to_json(RECIPES[name]), 0.2, True, "auto")
         )
 
 

@@ -32,8 +32,9 @@ INT8_PRODUCT = {90: "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8", 100: "mm
 BF16_PRODUCT = {90: "m64n64k16.f32.bf16.bf16", 100: "tcgen05.mma.cta_group::1.kind::f16", 120: "m16n8k16.row.col.f32.bf16.bf16.f32"}
 
 
-@pytest.mark.parametrize("capability", [90, 100, 120])
-@pytest.mark.parametrize("kernel", ["int8_forward", "int8_dq", "int8_dkdv"])
+@pytest.mark.parametrize(
+    ("capability", "kernel"), [(90, "int8_forward"), (90, "int8_dq"), (90, "int8_dkdv"), (100, "int8_dq"), (100, "int8_dkdv"), (120, "int8_forward")]
+)
 def test_sagebwd_multiplies_integers(capability, kernel):
     """All products but dP, which only the backward has."""
     code = ptx(capability, kernel)
