@@ -170,7 +170,7 @@ def test_smooth_q_of_long_sequences_needs_little_memory():
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     result = forward(q, k, v, None, RECIPES["sage3"], 0.125, False, keep_codes=False)
-    assert torch.cuda.max_memory_allocated() - before < 1.5e9
+    assert torch.cuda.max_memory_allocated() - before < 1.9e9
     rows = slice(-256, None)
     expected, _, _, _ = reference.forward(q[:, rows, -1:], k[:, :, -1:], v[:, :, -1:], RECIPES["sage3"], scale=0.125)
     assert relative_l2(result.out[:, rows, -1:], expected) <= TOLERANCE[0]

@@ -42,9 +42,10 @@ def _sixteen_bits(x):
     """What tl.dot multiplies for dP: fp16 and bf16 as they are, fp32 as bf16; fp32 in the interpreter."""
     if INTERPRET:
         return x.to(tl.float32)
-    if x.dtype == tl.float32:
+    elif x.dtype == tl.float32:  # (else, not a second return: Triton compiles what comes after one)
         return x.to(tl.bfloat16)
-    return x
+    else:
+        return x
 
 
 @triton.jit
