@@ -37,9 +37,7 @@ def test_opcheck(name, training):
     out, _, m, l_BHN, kept = attention_forward(q, k, v, kv_len, _to_json(RECIPES[name]), 0.2, True, "auto", training)
     out = out if torch_backend.keeps(RECIPES[name])[3] else None
     with torch.no_grad():
-        torch.library.opcheck(
-            attention_backward, (grad_out, q, k, v, out, m, l_BHN, kept, kv_len, 25, 2, _to_json(RECIPES[name]), 0.2, True, "auto")
-        )
+        torch.library.opcheck(attention_backward, (grad_out, q, k, v, out, m, l_BHN, kept, kv_len, 25, 2, _to_json(RECIPES[name]), 0.2, True, "auto"))
 
 
 @pytest.mark.parametrize("name", ["attn_qat_search", "bf16"])

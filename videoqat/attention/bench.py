@@ -30,7 +30,7 @@ from videoqat.attention.backends import record_receipts, resolve
 from videoqat.attention.bench_check import relative_errors
 from videoqat.attention.bench_table import text_table
 from videoqat.attention.functional import attention
-from videoqat.config import AttentionShape, BenchAttentionConfig, require
+from videoqat.config import AttentionShape, BenchAttentionConfig
 from videoqat.console import say
 from videoqat.errors import AttentionError
 from videoqat.provenance import provenance
@@ -71,7 +71,7 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
         `unavailable` {what: why}, which also names a recipe whose result is wrong (no time stands without a check), and `contenders`, dicts with
 
             name; receipts of what ran (none for torch's own)
-            milliseconds, tflops (algorithmic) and, with `cuda_graph`, cuda_graph_milliseconds: by measurement
+            milliseconds, tflops (algorithmic): by measurement
             ratio: {SDPA's name: {measurement: this contender's time / SDPA's}}
             peak_bytes: by measurement, beyond the inputs (GPU only)
             saved_bytes, saved_bytes_without_output: kept for the backward, for each token (of q) and channel (heads * head_dim)
@@ -84,7 +84,6 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
         AttentionError: shape, dtype or kernel that attention can't serve.
     """
     device, dtype = config.runtime.resolve()
-    require(not config.cuda_graph or device.type == "cuda", "cuda_graph", config.cuda_graph, f"false on {device}")
     recipes = [get_recipe(name) for name in config.recipes or [config.recipe]]
     results: list[dict[str, Any]] = []
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -141,11 +140,6 @@ def _bench_shape(
         in_blocks = one.recipe is not None and one.recipe.qk != "int8"  # SageBwd's kernels are others
         if one.recipe is not None and in_blocks and all(receipt["kernel"] == "triton" for receipt in one.result["receipts"]):
             one.result |= _inside_triton(one.recipe, inputs, shape, times)
-        if config.cuda_graph:
-            try:
-                one.result["cuda_graph_milliseconds"] = _time_graphs(one, inputs, config.repeats)
-            except RuntimeError as error:
-                unavailable[f"{one.name}, cuda_graph"] = str(error).splitlines()[0]
     return {
         "shape": asdict(shape),
         "algorithmic_flop": flop if config.backward else {"inference": flop["inference"]},
@@ -279,26 +273,6 @@ def _time_once(one: Contender, x: Inputs) -> None:
         note("forward", _between(begin, middle))
         note("backward", _between(middle, end))
         note("forward_backward", _between(begin, end))
-
-
-def _time_graphs(one: Contender, x: Inputs, repeats: int) -> dict[str, float]:
-    """Medians of replaying inference, and forward with backward, captured as CUDA graphs."""
-    steps: dict[str, Callable[[], Any]] = {"inference": lambda: _infer(one, x)}
-    if one.training:
-        steps["forward_backward"] = lambda: _train(one, x)
-    medians = {}
-    for name, step in steps.items():
-        side = torch.cuda.Stream(x.q.device)
-        side.wait_stream(torch.cuda.current_stream(x.q.device))
-        with torch.cuda.stream(side):
-            step()
-        torch.cuda.current_stream(x.q.device).wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            step()
-        graph.replay()
-        medians[name] = statistics.median(_milliseconds(graph.replay, x.q.device) for _ in range(repeats))
-    return medians
 
 
 def _flop(shape: AttentionShape, products: int, channels: int) -> int:

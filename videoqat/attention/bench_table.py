@@ -5,7 +5,7 @@
 fills a page's template with the tables of one or several result files. The template may use
 
     runs                                   date, device, versions and command of each file
-    times, memory, rates, launches         tables of all contenders at all shapes
+    times, memory, rates                   tables of all contenders at all shapes
     ratio(shape, contender, measurement)   a time as a multiple of cuDNN's
     value(shape, contender, *keys)         any number of a contender, such as value("wan-1.3b", "attn_qat", "relative_l2_error", "dq")
 """
@@ -64,7 +64,6 @@ def render(template: str, files: Iterable[dict[str, Any]]) -> str:
         "times": _times(results),
         "memory": _memory(results),
         "rates": _rates(results),
-        "launches": _launches(results),
         "value": value,
         "ratio": lambda shape, contender, measurement: value(shape, contender, "ratio", "sdpa_cudnn", measurement),
     }
@@ -125,24 +124,13 @@ def _rates(results: list[dict[str, Any]]) -> str:
     return _table(results, [*heads, "pre-pass ms, inference", "pre-pass ms, forward"], row)
 
 
-def _launches(results: list[dict[str, Any]]) -> str:
-    def row(one: dict[str, Any]) -> Row:
-        pairs = ((key, name) for name in ("inference", "forward_backward") for key in ("milliseconds", "cuda_graph_milliseconds"))
-        return [_number(one, key, name, form=".3f") for key, name in pairs]
-
-    heads = ["inference ms", "as a graph", "both ms", "as a graph"]
-    return _table(results, heads, row, lambda one: "cuda_graph_milliseconds" in one)
-
-
-def _table(
-    results: list[dict[str, Any]], heads: Row, row: Callable[[dict[str, Any]], Row], wanted: Callable[[dict[str, Any]], bool] = lambda one: True
-) -> str:
+def _table(results: list[dict[str, Any]], heads: Row, row: Callable[[dict[str, Any]], Row]) -> str:
     lines = ["| shape | contender | " + " | ".join(heads) + " |", "|---|---|" + "---:|" * len(heads)]
     for result in results:
         shape = result["shape"]
         tokens = f"{shape['num_queries']:,}" + ("" if shape["num_keys"] == shape["num_queries"] else f" to {shape['num_keys']:,}")
         label = f"{shape['name']}: {tokens} x {shape['num_heads']} x {shape['head_dim']}"
-        for one in filter(wanted, result["contenders"]):
+        for one in result["contenders"]:
             lines.append(f"| {label} | {one['name']} | " + " | ".join(row(one)) + " |")
             label = NONE
     return "\n".join(lines)

@@ -54,7 +54,6 @@ class BenchAttentionConfig:
     shapes: list[str] = field(default_factory=list)
     recipes: list[str] = field(default_factory=list)
     backward: bool = False
-    cuda_graph: bool = False  # time replays of a captured graph, too: the same work without the cost of launching it
     repeats: int = 5
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 

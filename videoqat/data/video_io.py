@@ -81,7 +81,9 @@ def _pyav_frames(path: Path) -> Iterator[Frame]:
     import av
 
     try:
-        with av.open(str(path), metadata_errors="ignore") as container:
+        # Titles in some other encoding must not make a video unreadable. PyAV 19 knows no other way.
+        lenient = {} if int(av.__version__.partition(".")[0]) >= 19 else {"metadata_errors": "ignore"}
+        with av.open(str(path), **lenient) as container:
             if not container.streams.video:
                 raise VideoReadError("the file holds no video stream")
             stream = container.streams.video[0]

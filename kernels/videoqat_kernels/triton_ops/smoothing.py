@@ -26,7 +26,7 @@ def mean_over_blocks(q_BNHd: Tensor) -> Tensor:
     blocks = padded_tokens(Nq) // SMOOTH_Q_TOKENS
     padded = torch.nn.functional.pad(q_BNHd, (0, 0, 0, 0, 0, padded_tokens(Nq) - Nq)).unflatten(1, (blocks, SMOOTH_Q_TOKENS))
     tokens = torch.full((blocks,), float(SMOOTH_Q_TOKENS), device=q_BNHd.device)
-    tokens[-1] = Nq - (blocks - 1) * SMOOTH_Q_TOKENS
+    tokens[-1:].fill_(Nq - (blocks - 1) * SMOOTH_Q_TOKENS)  # an assignment would copy from the host, which no CUDA graph can hold
     return (padded.sum(2, dtype=torch.float32) / tokens[:, None, None]).transpose(1, 2).contiguous()
 
 
