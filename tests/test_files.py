@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -107,3 +108,12 @@ def test_write_json_is_json(tmp_path: Path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         write_json(file, {"loss": float("nan")})
     assert json.loads(file.read_text(encoding="utf-8"))["loss"] == 0.5
+
+
+def test_files_of_a_folder_are_as_readable_as_the_folder(tmp_path: Path):
+    with atomic_folder(tmp_path / "new") as aside:
+        (aside / "inner").mkdir()
+        for name in ("a", "inner/b"):
+            (aside / name).touch(mode=0o600)
+        aside.chmod(0o750)
+    assert [stat.S_IMODE((tmp_path / "new" / name).stat().st_mode) for name in ("a", "inner/b")] == [0o640, 0o640]

@@ -45,7 +45,10 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
-    """Yields a new folder beside `path`; on success it becomes `path` (which must not exist), on failure it is removed."""
+    """Yields a new folder beside `path`; on success it becomes `path` (which must not exist), on failure it is removed.
+
+    Its files may be read by whoever may read the folder: safetensors writes for the owner alone, but who trains and who serves can be two.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -53,6 +56,9 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     aside.mkdir()
     try:
         yield aside
+        for file in aside.rglob("*"):
+            if file.is_file():
+                file.chmod(file.stat().st_mode | (aside.stat().st_mode & 0o444))
         aside.rename(path)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
