@@ -60,6 +60,6 @@ $(VENV)/.installed: pyproject.toml
 	@$(PYTHON) -m venv $(VENV) || { \
 		echo "could not make a virtual environment; on Debian or Ubuntu: apt-get install python3-venv" >&2; exit 2; }
 	@if [ -n "$(TORCH)" ]; then \
-		$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX)) '$(TORCH)'; fi
+		$(BIN)/python -m pip install -qq $(if $(TORCH_INDEX),--timeout 15 --retries 1 --extra-index-url $(TORCH_INDEX)) '$(TORCH)'; fi
 	@$(BIN)/python -m pip install -q -e '.[dev]'
 	@touch $@
