@@ -59,14 +59,21 @@ def test_the_same_model_twice_differs_by_exactly_nothing(model, transformer, cac
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-# Quantised: products of other shapes differ in their last bits, and now and then that flips a 4-bit code.
-@pytest.mark.parametrize(("recipe", "rtol"), [("bf16", 1e-5), ("attn_qat_search", 2e-3)])
-def test_losses_do_not_depend_on_the_batch(model, transformer, cache, batch_size, recipe, rtol):
+@pytest.mark.parametrize("recipe", ["bf16", "attn_qat_search"])
+def test_losses_do_not_depend_on_the_batch(model, transformer, cache, batch_size, recipe):
     install(transformer, recipe)
     reference = losses(model, transformer, cache)
-    assert np.allclose(losses(model, transformer, cache, batch_size=batch_size), reference, rtol=rtol)
+
+    def check(found, expected):
+        if recipe == "bf16":
+            assert np.allclose(found, expected, rtol=1e-5)
+        else:  # products of other shapes differ in their last bits, and now and then that flips a 4-bit code: in few losses, and by little
+            assert np.isclose(found, expected, rtol=1e-4).mean() >= 0.75
+            assert np.allclose(found, expected, rtol=1e-3)
+
+    check(losses(model, transformer, cache, batch_size=batch_size), reference)
     # A clip's losses are its own, whoever is measured beside it.
-    assert np.allclose(losses(model, transformer, cache, samples=[2]), reference[2:], rtol=rtol)
+    check(losses(model, transformer, cache, samples=[2]), reference[2:])
 
 
 def test_value_by_hand(tiny_pipeline, cache):
