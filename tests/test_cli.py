@@ -44,14 +44,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory, tiny_pipeline: Path, tiny_
     """A run folder with checkpoints of steps 1 and 2. Shared: copy it before changing it."""
     out = tmp_path_factory.mktemp("trained") / "run"
     words = ["train", f"model.path={tiny_pipeline}", f"cache={tiny_cache}", f"out={out}", "recipe=attn_qat", "from_scratch=true"]
-    assert main([*words, "train.steps=2", "train.save_every=1", "train.autocast=none", "train.health_every=0"]) == 0
+    assert main([*words, "train.steps=2", "train.save_every=1", "train.compute_dtype=float32", "train.health_every=0"]) == 0
     return out
 
 
 def train_words(pipeline: Path, cache: Path, out: Path) -> list[str]:
     """The command that made `trained`, to run on."""
     words = ["train", f"model.path={pipeline}", f"cache={cache}", f"out={out}", "recipe=attn_qat", "from_scratch=true"]
-    return [*words, "train.steps=3", "train.save_every=1", "train.autocast=none", "train.health_every=0"]
+    return [*words, "train.steps=3", "train.save_every=1", "train.compute_dtype=float32", "train.health_every=0"]
 
 
 # Help

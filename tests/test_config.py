@@ -124,8 +124,8 @@ def test_the_published_wan_recipe(tmp_path: Path):
     config = cfg.load(cfg.TrainConfig, "train/wan2.1-1.3b", required(cfg.TrainConfig, tmp_path))
     optimizer, loop = config.optimizer, config.train
     assert (optimizer.lr, optimizer.beta1, optimizer.beta2, optimizer.weight_decay, optimizer.clip_norm) == (1e-6, 0.9, 0.999, 0.01, 1.0)
-    assert (loop.batch_size * loop.accumulation, loop.steps, loop.activation_checkpointing) == (16, 4000, "full")
-    assert (config.objective.caption_dropout, config.runtime.dtype, loop.autocast) == (0.1, "float32", "bfloat16")
+    assert (loop.global_batch_size, loop.steps, loop.activation_checkpointing) == (16, 4000, "full")
+    assert (config.objective.caption_dropout, config.runtime.dtype, loop.compute_dtype) == (0.1, "float32", "bfloat16")
 
 
 # Refusing
@@ -186,10 +186,10 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.TrainConfig, "optimizer.clip_norm=0", "optimizer.clip_norm=0.0 is not legal"),
         (cfg.TrainConfig, "optimizer.ema_decay=1", "optimizer.ema_decay=1.0 is not legal"),
         (cfg.TrainConfig, "train.steps=0", "train.steps=0 is not legal; legal: at least 1"),
-        (cfg.TrainConfig, "train.accumulation=0", "train.accumulation=0 is not legal"),
+        (cfg.TrainConfig, "train.global_batch_size=-1", "train.global_batch_size=-1 is not legal; legal: 0, or a multiple of train.batch_size=1"),
         (cfg.TrainConfig, "train.health_every=-1", "train.health_every=-1 is not legal"),
         (cfg.TrainConfig, "train.activation_checkpointing=half", "legal: none, full"),
-        (cfg.TrainConfig, "train.autocast=float16", "train.autocast='float16' is not legal; legal: none, bfloat16"),
+        (cfg.TrainConfig, "train.compute_dtype=float16", "train.compute_dtype='float16' is not legal; legal: float32, bfloat16"),
         (cfg.TrainConfig, "train.resume=/nowhere", "train.resume='/nowhere' is not legal; legal: an existing folder"),
         (cfg.ExportConfig, "run=/nowhere", "run='/nowhere' is not legal; legal: an existing folder"),
         (cfg.ExportConfig, "weights=best", "weights='best' is not legal; legal: auto, ema, raw"),

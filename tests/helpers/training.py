@@ -22,7 +22,7 @@ def tiny_config(pipeline: Path, cache: Path, out: Path, **changes: Any) -> Train
         from_scratch=True,
         objective=ObjectiveConfig(),
         optimizer=OptimizerConfig(lr=3e-3),
-        train=LoopConfig(steps=4, autocast="none", save_every=100, health_every=0),
+        train=LoopConfig(steps=4, compute_dtype="float32", save_every=100, health_every=0),
         runtime=RuntimeConfig(device="cpu"),  # where "bit for bit" is promised
     )
     for key, value in changes.items():

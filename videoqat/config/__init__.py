@@ -8,6 +8,7 @@ No environment variable is read.
 
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig
 from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
+from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, shipped, to_dict, to_yaml
 from videoqat.config.schemas import (
     CompareConfig,
@@ -16,17 +17,10 @@ from videoqat.config.schemas import (
     DoctorConfig,
     ExampleClipsConfig,
     ExampleModelConfig,
-    ExportConfig,
     GenerateConfig,
-    LoopConfig,
-    ModelConfig,
-    ObjectiveConfig,
-    OptimizerConfig,
     PreprocessConfig,
-    RuntimeConfig,
-    SamplingConfig,
-    TrainConfig,
 )
+from videoqat.config.training import ExportConfig, LoopConfig, OptimizerConfig, ParallelConfig, TrainConfig, ValidationConfig
 
 __all__ = [
     "ATTENTION_SHAPES",
@@ -44,10 +38,12 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "ParallelConfig",
     "PreprocessConfig",
     "RuntimeConfig",
     "SamplingConfig",
     "TrainConfig",
+    "ValidationConfig",
     "check_frames",
     "choice",
     "existing",

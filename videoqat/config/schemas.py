@@ -1,60 +1,13 @@
 """What can be set: one dataclass for each command, and the groups they share. `validate` says what is legal."""
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from omegaconf import MISSING
 
 from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
+from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.recipes import get_recipe
-
-if TYPE_CHECKING:
-    import torch
-
-
-@dataclass
-class ModelConfig:
-    """A diffusers pipeline folder, and which of its transformers (Wan 2.2 has two) is meant."""
-
-    path: str = MISSING
-    component: str = "transformer"
-
-    def validate(self) -> None:
-        existing("model.path", self.path, folder=True)
-        choice("model.component", self.component, ("transformer", "transformer_2"))
-
-
-@dataclass
-class RuntimeConfig:
-    """Where and how tensors live. `auto`: the GPU if there is one. `kernel: auto` lets the resolver choose; a name insists."""
-
-    device: str = "auto"
-    dtype: str = "auto"
-    kernel: str = "auto"
-
-    def validate(self) -> None:
-        legal = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
-        require(legal, "runtime.device", self.device, "auto, cpu, cuda, cuda:N")
-        choice("runtime.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-
-    def resolve(self) -> "tuple[torch.device, torch.dtype]":
-        """The device and dtype meant here. dtype `auto`: float32 on CPU (bf16 is slow there), bfloat16 on a GPU.
-
-        Raises:
-            ConfigError: a GPU is asked for that this machine doesn't have.
-        """
-        import torch
-
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
-        device = torch.device(name)
-        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-        there = device.type == "cpu" or (device.index or 0) < len(gpus)
-        require(there, "runtime.device", self.device, ", ".join(["auto", "cpu", *gpus]) + " (what this machine has)")
-        if self.dtype != "auto":
-            return device, getattr(torch, self.dtype)
-        return device, torch.float32 if device.type == "cpu" else torch.bfloat16
 
 
 @dataclass
@@ -122,140 +75,6 @@ class PreprocessConfig:
         require(self.workers >= 1, "workers", self.workers, "at least 1")
         require(self.shard_samples >= 1, "shard_samples", self.shard_samples, "at least 1")
         require(self.max_text_tokens >= 1, "max_text_tokens", self.max_text_tokens, "at least 1")
-
-
-@dataclass
-class ObjectiveConfig:
-    """Flow matching: x_t = (1 - t) x_0 + t noise, target noise - x_0."""
-
-    flow_shift: float = 3.0
-    timestep_sampling: str = "logit_normal"
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    caption_dropout: float = 0.1
-
-    def validate(self) -> None:
-        require(self.flow_shift > 0, "objective.flow_shift", self.flow_shift, "above 0")
-        choice("objective.timestep_sampling", self.timestep_sampling, ("logit_normal", "uniform"))
-        require(self.logit_std > 0, "objective.logit_std", self.logit_std, "above 0")
-        require(0 <= self.caption_dropout <= 1, "objective.caption_dropout", self.caption_dropout, "0 to 1")
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW and its schedule. `schedule` runs from the end of warm-up to the last step."""
-
-    lr: float = 1e-6
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    warmup_steps: int = 0
-    schedule: str = "constant"
-    final_lr_ratio: float = 0.0
-    clip_norm: float = 1.0
-    ema_decay: float = 0.0  # 0: no EMA
-
-    def validate(self) -> None:
-        require(self.lr > 0, "optimizer.lr", self.lr, "above 0")
-        for key in ("beta1", "beta2"):
-            require(0 <= getattr(self, key) < 1, f"optimizer.{key}", getattr(self, key), "0 to below 1")
-        require(self.eps > 0, "optimizer.eps", self.eps, "above 0")
-        require(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
-        require(self.warmup_steps >= 0, "optimizer.warmup_steps", self.warmup_steps, "0 or more")
-        choice("optimizer.schedule", self.schedule, ("constant", "cosine", "linear"))
-        require(0 <= self.final_lr_ratio <= 1, "optimizer.final_lr_ratio", self.final_lr_ratio, "0 to 1")
-        require(self.clip_norm > 0, "optimizer.clip_norm", self.clip_norm, "above 0")
-        require(0 <= self.ema_decay < 1, "optimizer.ema_decay", self.ema_decay, "0 to below 1")
-
-
-@dataclass
-class LoopConfig:
-    """How long, how much at once, and what is written when."""
-
-    steps: int = 1000
-    batch_size: int = 1
-    accumulation: int = 1
-    seed: int = 0
-    activation_checkpointing: str = "none"
-    autocast: str = "bfloat16"
-    log_every: int = 1
-    save_every: int = 500
-    keep_last: int = 2
-    health_every: int = 100  # 0: never
-    resume: str = "latest"  # latest | never | path of a checkpoint
-
-    def validate(self) -> None:
-        for key in ("steps", "batch_size", "accumulation", "log_every", "save_every", "keep_last"):
-            require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "at least 1")
-        require(self.health_every >= 0, "train.health_every", self.health_every, "0 (never) or more")
-        choice("train.activation_checkpointing", self.activation_checkpointing, ("none", "full"))
-        choice("train.autocast", self.autocast, ("none", "bfloat16"))
-        if self.resume not in ("latest", "never"):
-            existing("train.resume", self.resume, folder=True)
-
-
-@dataclass
-class TrainConfig:
-    """Fine-tuning with attention quantised by `recipe` (bf16: plain fine-tuning).
-
-    SIGTERM, SIGINT or SIGUSR1 let the running step finish and be saved; the exit code is then 75, and the same command continues.
-    """
-
-    model: ModelConfig = field(default_factory=ModelConfig)
-    cache: str = MISSING  # what preprocess wrote
-    out: str = MISSING
-    recipe: str = "attn_qat_search"
-    from_scratch: bool = False  # ignore the folder's transformer weights; initialise from its configuration
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    train: LoopConfig = field(default_factory=LoopConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
-
-    def validate(self) -> None:
-        for part in (self.model, self.objective, self.optimizer, self.train, self.runtime):
-            part.validate()
-        existing("cache", self.cache, folder=True)
-        get_recipe(self.recipe)
-
-
-@dataclass
-class ExportConfig:
-    """A training run's checkpoint as a diffusers folder with videoqat.json."""
-
-    run: str = MISSING  # the training's output folder
-    checkpoint: str = "latest"  # or the path of one checkpoint
-    out: str = MISSING
-    weights: str = "auto"  # auto: EMA if the run kept one; ema; raw
-
-    def validate(self) -> None:
-        existing("run", self.run, folder=True)
-        choice("weights", self.weights, ("auto", "ema", "raw"))
-        if self.checkpoint != "latest":
-            existing("checkpoint", self.checkpoint, folder=True)
-
-
-@dataclass
-class SamplingConfig:
-    """How a video is sampled. Defaults suit the tiny model; the shipped configurations hold each model's own."""
-
-    num_frames: int = 17
-    height: int = 64
-    width: int = 64
-    fps: int = 16
-    num_inference_steps: int = 20
-    guidance_scale: float = 3.0
-    negative_prompt: str = ""
-    flow_shift: float = 3.0
-    max_text_tokens: int = 0  # to which text is padded; 0: as the checkpoint was trained (videoqat.json), else 512
-
-    def validate(self) -> None:
-        check_frames("sampling.num_frames", self.num_frames)
-        for key in ("height", "width", "num_inference_steps", "fps"):
-            require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
-        require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
-        require(self.flow_shift > 0, "sampling.flow_shift", self.flow_shift, "above 0")
-        require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")
 
 
 @dataclass

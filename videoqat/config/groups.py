@@ -1,0 +1,95 @@
+"""Settings that several commands share."""
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from omegaconf import MISSING
+
+from videoqat.config.checks import check_frames, choice, existing, require
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class ModelConfig:
+    """A diffusers pipeline folder, and which of its transformers (Wan 2.2 has two) is meant."""
+
+    path: str = MISSING
+    component: str = "transformer"
+
+    def validate(self) -> None:
+        existing("model.path", self.path, folder=True)
+        choice("model.component", self.component, ("transformer", "transformer_2"))
+
+
+@dataclass
+class RuntimeConfig:
+    """Where and how tensors live. `auto`: the GPU if there is one. `kernel: auto` lets the resolver choose; a name insists."""
+
+    device: str = "auto"
+    dtype: str = "auto"
+    kernel: str = "auto"
+
+    def validate(self) -> None:
+        legal = re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device) is not None
+        require(legal, "runtime.device", self.device, "auto, cpu, cuda, cuda:N")
+        choice("runtime.dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+
+    def resolve(self) -> "tuple[torch.device, torch.dtype]":
+        """The device and dtype meant here. dtype `auto`: float32 on CPU (bf16 is slow there), bfloat16 on a GPU.
+
+        Raises:
+            ConfigError: a GPU is asked for that this machine doesn't have.
+        """
+        import torch
+
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
+        device = torch.device(name)
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+        there = device.type == "cpu" or (device.index or 0) < len(gpus)
+        require(there, "runtime.device", self.device, ", ".join(["auto", "cpu", *gpus]) + " (what this machine has)")
+        if self.dtype != "auto":
+            return device, getattr(torch, self.dtype)
+        return device, torch.float32 if device.type == "cpu" else torch.bfloat16
+
+
+@dataclass
+class ObjectiveConfig:
+    """Flow matching: x_t = (1 - t) x_0 + t noise, target noise - x_0."""
+
+    flow_shift: float = 3.0
+    timestep_sampling: str = "logit_normal"
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    caption_dropout: float = 0.1
+
+    def validate(self) -> None:
+        require(self.flow_shift > 0, "objective.flow_shift", self.flow_shift, "above 0")
+        choice("objective.timestep_sampling", self.timestep_sampling, ("logit_normal", "uniform"))
+        require(self.logit_std > 0, "objective.logit_std", self.logit_std, "above 0")
+        require(0 <= self.caption_dropout <= 1, "objective.caption_dropout", self.caption_dropout, "0 to 1")
+
+
+@dataclass
+class SamplingConfig:
+    """How a video is sampled. Defaults suit the tiny model; the shipped configurations hold each model's own."""
+
+    num_frames: int = 17
+    height: int = 64
+    width: int = 64
+    fps: int = 16
+    num_inference_steps: int = 20
+    guidance_scale: float = 3.0
+    negative_prompt: str = ""
+    flow_shift: float = 3.0
+    max_text_tokens: int = 0  # to which text is padded; 0: as the checkpoint was trained (videoqat.json), else 512
+
+    def validate(self) -> None:
+        check_frames("sampling.num_frames", self.num_frames)
+        for key in ("height", "width", "num_inference_steps", "fps"):
+            require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
+        require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
+        require(self.flow_shift > 0, "sampling.flow_shift", self.flow_shift, "above 0")
+        require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")
