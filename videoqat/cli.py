@@ -66,7 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         if name.startswith("bench "):
             if bench is None:
-                bench = subparsers.add_parser("bench", help="timings: `videoqat bench attention`").add_subparsers(required=True, metavar="WHAT")
+                bench = subparsers.add_parser("bench", help="timings: `videoqat bench attention`, `videoqat bench training`").add_subparsers(required=True, metavar="WHAT")
             _add_command(bench, name, command)
         else:
             _add_command(subparsers, name, command)

@@ -84,6 +84,12 @@ COMMANDS: dict[str, Command] = {
         "time one attention call beside torch's own in the same run",
         "videoqat bench attention recipe=attn_qat num_tokens=2048 num_heads=8 head_dim=64",
     ),
+    "bench training": Command(
+        cfg.BenchTrainingConfig,
+        "videoqat.training.bench:bench_training",
+        "time training steps of a model of published size with random weights, by layout and recipe, beside plain diffusers",
+        "videoqat bench training work=bench-work 'layouts=[1x1x1]' --json training.json",
+    ),
     "doctor": Command(
         cfg.DoctorConfig,
         "videoqat.doctor:doctor",

@@ -6,7 +6,7 @@ the wrong type or an illegal value raises `ConfigError` with the key, the value 
 No environment variable is read.
 """
 
-from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig
+from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, shipped, to_dict, to_yaml
@@ -26,6 +26,7 @@ __all__ = [
     "ATTENTION_SHAPES",
     "AttentionShape",
     "BenchAttentionConfig",
+    "BenchTrainingConfig",
     "CompareConfig",
     "CompareEntry",
     "DemoConfig",

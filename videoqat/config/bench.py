@@ -1,9 +1,13 @@
-"""What `videoqat bench attention` can be asked: shapes by name or by numbers, and recipes."""
+"""What `videoqat bench` can be asked: of attention, shapes by name or by numbers, and recipes; of training, models, layouts and recipes."""
 
+import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
-from videoqat.config.checks import choice, require
-from videoqat.config.schemas import RuntimeConfig
+from omegaconf import MISSING
+
+from videoqat.config.checks import choice, parse_bucket, require
+from videoqat.config.groups import RuntimeConfig
 from videoqat.recipes import get_recipe
 
 
@@ -79,3 +83,45 @@ class BenchAttentionConfig:
             return [ATTENTION_SHAPES[name] for name in self.shapes]
         keys = self.num_tokens if self.num_keys is None else self.num_keys
         return [AttentionShape("by numbers", self.batch, self.num_tokens, keys, self.num_heads, self.head_dim)]
+
+
+@dataclass
+class BenchTrainingConfig:
+    """Steps of training at real size with random weights, timed. Each case is a `videoqat train` of its own, under torchrun on several GPUs.
+
+    A layout is written DP_REPLICATExDP_SHARDxSP and takes as many GPUs as their product. Every data-parallel rank has `batch_size` samples in a
+    step (weak scaling). Losses are held against those of one GPU with the same global batch.
+    """
+
+    work: str = MISSING  # a new folder for weights, samples and runs; may be removed afterwards
+    model: str = "wan2.1-t2v-1.3b"  # a key of videoqat.models.published.PUBLISHED
+    size: str = "81x480x832"
+    recipes: list[str] = field(default_factory=lambda: ["bf16", "attn_qat"])
+    layouts: list[str] = field(default_factory=lambda: ["1x1x1"])
+    checkpointing: list[str] = field(default_factory=lambda: ["full"])
+    batch_size: int = 1
+    steps: int = 8
+    warmup: int = 3  # steps at the start that don't count
+    one_gpu_losses: bool = True  # run the first two steps of each global batch on one GPU, too
+    diffusers: bool = True  # beside it: forward and backward of plain diffusers, bf16, with gradient checkpointing, without an optimiser
+    resume_onto: str = ""  # a layout on which the first case's last checkpoint is resumed for two steps
+    overrides: list[str] = field(default_factory=list)  # further settings of train, such as parallel.ulysses_wire=packed
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        parse_bucket("size", self.size)
+        require(not Path(self.work).exists(), "work", self.work, "a folder that is not there yet")
+        for recipe in self.recipes:
+            get_recipe(recipe)
+        for key in ("recipes", "layouts", "checkpointing"):
+            given = getattr(self, key)
+            require(bool(given) and len(set(given)) == len(given), key, given, "one or more that differ")
+        for layout in [*self.layouts, *([self.resume_onto] if self.resume_onto else [])]:
+            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", layout) is not None, "layouts", layout, "DP_REPLICATExDP_SHARDxSP, such as 1x4x2")
+        for mode in self.checkpointing:
+            choice("checkpointing", mode, ("none", "full", "keep_attention"))
+        require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")
+        require(self.warmup >= 1, "warmup", self.warmup, "at least 1: the first step compiles and allocates")
+        require(self.steps > self.warmup, "steps", self.steps, f"more than warmup={self.warmup}")
+        require(all("=" in override for override in self.overrides), "overrides", self.overrides, "KEY=VALUE")
+        self.runtime.validate()
