@@ -42,3 +42,7 @@ class NonFiniteVideo(NonFiniteError):
 
 class NonFiniteLoss(NonFiniteError):
     """A validation loss came out as NaN or inf. Names the model and the clip."""
+
+
+class WorkerLost(RuntimeError):
+    """Another process of this run ended or stopped answering. `str(error)` is one line; the command ends with exit code 1."""
