@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from videoqat.models.published import write_folder
+
 
 def enliven(tiny: Path, out: Path, seed: int = 0) -> Path:
     """A copy of a tiny pipeline whose transformers predict something: as built, their last layer is zero, so that attention would change nothing."""
@@ -22,3 +24,8 @@ def change_weights(folder: Path, changes: dict) -> None:
     for name, change in changes.items():
         weights[name] = change(weights[name])
     save_file(weights, path, metadata={"format": "pt"})
+
+
+def weightless_wan(folder: Path, size: str = "1.3b") -> Path:
+    """A pipeline folder of Wan 2.1 T2V at its published size ("1.3b" or "14b"), configurations alone: for estimates, layouts and counts."""
+    return write_folder(folder, f"wan2.1-t2v-{size}")

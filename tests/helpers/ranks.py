@@ -53,7 +53,8 @@ def _main(rank: int, world_size: int, port: int, module: str, file: str, name: s
     try:
         if module not in sys.modules:  # pytest imports test modules in its own way
             spec = importlib.util.spec_from_file_location(module, file)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None
+            assert spec.loader is not None
             sys.modules[module] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(sys.modules[module])
         result = getattr(sys.modules[module], name)(*pickle.loads(arguments))

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout
 
@@ -177,7 +178,7 @@ class Mesh:
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _start_group(config: ParallelConfig, device: torch.device, world_size: int) -> None:
+def _start_group(config: ParallelConfig, device: torch.device) -> None:
     if config.engine == "deepspeed":
         try:
             # Before the group exists: imported after, processes now and then abort at exit (its libraries race with gloo's threads).
@@ -189,7 +190,7 @@ def _start_group(config: ParallelConfig, device: torch.device, world_size: int) 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=world_size)
+        dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
 
 def local_device(device: torch.device) -> torch.device:
@@ -229,7 +230,7 @@ def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | 
     device = local_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _start_group(config, device, layout.world_size)
+    _start_group(config, device)
     clean = False
     try:
         mesh = _build(config, layout, device)
