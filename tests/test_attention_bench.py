@@ -19,7 +19,7 @@ from videoqat.errors import AttentionError, ConfigError
 from videoqat.recipes import RECIPES
 
 CPU = RuntimeConfig(device="cpu")
-TEMPLATES = sorted((Path(__file__).resolve().parent.parent / "docs" / "benchmarks").glob("*.j2"))
+TEMPLATES = sorted((Path(__file__).resolve().parent.parent / "docs" / "benchmarks").glob("*-attention-*.j2"))
 
 
 def run(**settings):

@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from videoqat.pages import fill, run_line
+
 MEASUREMENTS = ("inference", "forward", "backward", "forward_backward")
 NONE = ""
 
@@ -45,8 +47,6 @@ def render(template: str, files: Iterable[dict[str, Any]]) -> str:
     Raises:
         jinja2.UndefinedError, KeyError: the template asks for what wasn't measured.
     """
-    import jinja2
-
     files = list(files)
     results = [result for one in files for result in one["results"]]
 
@@ -60,22 +60,14 @@ def render(template: str, files: Iterable[dict[str, Any]]) -> str:
         return number
 
     names = {
-        "runs": "\n".join(_run(one) for one in files),
+        "runs": "\n".join(run_line(one, f"{one['dtype']}, medians of {one['repeats']} runs") for one in files),
         "times": _times(results),
         "memory": _memory(results),
         "rates": _rates(results),
         "value": value,
         "ratio": lambda shape, contender, measurement: value(shape, contender, "ratio", "sdpa_cudnn", measurement),
     }
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, trim_blocks=True, autoescape=False)
-    return environment.from_string(template).render(names)
-
-
-def _run(one: dict[str, Any]) -> str:
-    about = one["provenance"]
-    installed = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version != "not installed")
-    commit = "" if about["commit"] == "unknown" else f"; commit `{about['commit']}`"
-    return f"* {about['date']}, {about['device']}, {one['dtype']}, medians of {one['repeats']} runs; {installed}{commit}:\n  `{about['command']}`"
+    return fill(template, names)
 
 
 def _number(one: dict[str, Any], *keys: str, form: str) -> str:
