@@ -172,7 +172,7 @@ def identity(**changes: Any) -> dict[str, Any]:
         ({"cache_fingerprint": "d" * 64, "config__cache": "other"}, r"cache c \(cccccccccccc\), not other \(dddddddddddd\)"),
         ({"config__optimizer__lr": 0.2}, r"optimizer.lr=0.1, not 0.2"),
         ({"config__train__seed": 1}, r"train.seed=0, not 1"),
-        ({"config__optimizer": {}}, r"optimizer.lr=0.1, not None"),
+        ({"config__optimizer__eps": 1e-8}, r"optimizer.eps=None, not 1e-08"),
     ],
 )
 def test_resuming_another_training_is_refused_and_both_are_named(changes: dict[str, Any], named: str) -> None:

@@ -68,3 +68,12 @@ def write_json(path: str | Path, data: Any) -> None:
     """`data` as indented JSON, atomically. NaN and inf are refused: they are no JSON."""
     with atomic_path(path) as aside:
         aside.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def sync_folder(path: str | Path) -> None:
+    """Flushes a folder itself to disk: a rename, or a new file's name, is there only when its folder is."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
