@@ -1,7 +1,8 @@
 """The command line: parse, load the configuration, call.
 
-Exit codes: 0 done; 1 a fault of ours (with its traceback) or NaN and inf in a result (one line); 2 bad input (one line says what and what is legal);
-75 stopped by a signal after saving, to be started again; 130 interrupted.
+Exit codes: 0 done; 1 a fault of ours (with its traceback), or NaN and inf in a result, or another process of the run lost (one line each); 2 bad
+input (one line says what and what is legal); 75 stopped by a signal after saving, to be started again; 130 interrupted. Under torchrun the lines
+name their rank.
 """
 
 import argparse
@@ -13,8 +14,8 @@ from typing import Any
 
 from videoqat import __version__
 from videoqat.commands import COMMANDS, Command, execute
-from videoqat.console import is_rank_zero
-from videoqat.errors import NonFiniteError, UserError
+from videoqat.console import is_rank_zero, own_rank
+from videoqat.errors import NonFiniteError, UserError, WorkerLost
 from videoqat.files import write_json
 
 EXIT_BAD_INPUT = 2
@@ -66,7 +67,9 @@ def build_parser() -> argparse.ArgumentParser:
     for name, command in COMMANDS.items():
         if name.startswith("bench "):
             if bench is None:
-                bench = subparsers.add_parser("bench", help="timings: `videoqat bench attention`, `videoqat bench training`").add_subparsers(required=True, metavar="WHAT")
+                bench = subparsers.add_parser("bench", help="timings: `videoqat bench attention`, `videoqat bench training`").add_subparsers(
+                    required=True, metavar="WHAT"
+                )
             _add_command(bench, name, command)
         else:
             _add_command(subparsers, name, command)
@@ -90,18 +93,19 @@ def _emit(result: dict[str, Any], destination: str | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
     arguments = build_parser().parse_args(argv)
+    who = f"videoqat {arguments.name}{own_rank()}"
     try:
         if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
             raise UserError(f"--json {arguments.json}: its folder does not exist")
         result = execute(arguments.name, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
         _emit(result, arguments.json)
     except UserError as error:
-        print(f"videoqat {arguments.name}: {error}", file=sys.stderr)
+        print(f"{who}: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except NonFiniteError as error:
-        print(f"videoqat {arguments.name}: {error}", file=sys.stderr)
+    except (NonFiniteError, WorkerLost) as error:
+        print(f"{who}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"videoqat {arguments.name}: interrupted", file=sys.stderr)
+        print(f"{who}: interrupted", file=sys.stderr)
         return 130
     return int(result.get("exit_code", 0))

@@ -3,6 +3,7 @@
 Standard output is left to results (`--json -`), so that they can be piped.
 """
 
+import os
 import sys
 from collections.abc import Iterable
 from typing import TypeVar
@@ -11,11 +12,16 @@ T = TypeVar("T")
 
 
 def is_rank_zero() -> bool:
-    """Whether this process may speak. Without torch loaded, or without a process group, it may."""
+    """Whether this process may speak. Before a process group exists, torchrun's RANK tells: one voice from the first line on."""
     torch = sys.modules.get("torch")
-    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_initialized():
-        return True
-    return bool(torch.distributed.get_rank() == 0)
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return bool(torch.distributed.get_rank() == 0)
+    return os.environ.get("RANK", "0") == "0"
+
+
+def own_rank() -> str:
+    """` [rank 3]` under torchrun, to begin the lines that every rank may write; empty in a process of its own."""
+    return f" [rank {os.environ['RANK']}]" if "RANK" in os.environ else ""
 
 
 def say(message: str) -> None:

@@ -13,6 +13,7 @@ import gc
 import importlib
 import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -167,18 +168,21 @@ class Mesh:
                     raise UserError(f"ranks differ in {key}: {there!r} on rank {rank}, {here!r} on rank 0; all must be started alike")
 
     def steady(self) -> None:
-        """From now on a collective waits parallel.step_timeout_s; until now parallel.start_timeout_s, since loading and first steps are slow."""
+        """From now on a collective waits parallel.step_timeout_s; until now parallel.start_timeout_s, since loading and first steps are slow.
+
+        `cpu_group` keeps the longer one: in the background, ranks wait for each other's disks there.
+        """
         self._set_timeout(self.step_timeout_s)
 
     def _set_timeout(self, seconds: int) -> None:
-        groups = [dist.group.WORLD, self.cpu_group, self.control_group, *self.device_mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
+        groups = [dist.group.WORLD, self.control_group, *self.device_mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
         for group in groups:
             # There is no public call for it. This one serves gloo and NCCL, for collectives begun from now on; groups made without a timeout
             # of their own would else wait as long as their back end's default says.
             _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def _start_group(config: ParallelConfig, device: torch.device) -> None:
+def _start_group(config: ParallelConfig, device: torch.device, world_size: int) -> None:
     if config.engine == "deepspeed":
         try:
             # Before the group exists: imported after, processes now and then abort at exit (its libraries race with gloo's threads).
@@ -187,8 +191,8 @@ def _start_group(config: ParallelConfig, device: torch.device) -> None:
             raise ConfigError(f"parallel.engine=deepspeed needs the package deepspeed (pip install 'videoqat[deepspeed]'): {error}") from error
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.start_timeout_s)
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+    if world_size > 1:
+        dist.init_process_group(backend, timeout=timeout)  # rank and meeting point from torchrun's variables
     else:
         dist.init_process_group(backend, timeout=timeout, store=HashStore(), rank=0, world_size=1)
 
@@ -230,7 +234,7 @@ def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | 
     device = local_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _start_group(config, device)
+    _start_group(config, device, layout.world_size)
     clean = False
     try:
         mesh = _build(config, layout, device)
@@ -263,7 +267,7 @@ def _build(config: ParallelConfig, layout: Layout, device: torch.device) -> Mesh
         device_mesh=device_mesh,
         fsdp_mesh=fsdp_mesh,
         sp_group=device_mesh.get_group("sp") if layout.sp > 1 else None,
-        cpu_group=dist.new_group(backend="gloo"),
+        cpu_group=dist.new_group(backend="gloo", timeout=timedelta(seconds=config.start_timeout_s)),
         control_group=dist.new_group(backend="gloo"),
         step_timeout_s=config.step_timeout_s,
     )
@@ -279,10 +283,11 @@ def collective_errors(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        reason = " ".join(str(error).split())
-        if not isinstance(error, dist.DistError) and "gloo" not in reason:
+        text = str(error)
+        if not isinstance(error, dist.DistError) and "gloo" not in text:
             raise
+        reason = re.sub(r"^\[\S+:\d+\] ", "", text).partition(". ")[0].partition("\n")[0]  # without gloo's source line and its advice
         raise WorkerLost(
-            f"{what}: another process ended or stopped answering ({reason[:300]}). Its own log says why; the same command, started again, "
-            "continues from the last checkpoint"
+            f"{what}: another process ended or stopped answering ({reason[:300]}). The first error among the ranks says why; "
+            "the same command, started again, continues from the last checkpoint"
         ) from error
