@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models.spec import AttentionLayer, ModelFamily, family_of_transformer
+from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe
 
 Observer = Callable[[str, Tensor, Tensor, Tensor], None]  # layer name, q_BNHD, k_BNHD, v_BNHD as they go into attention
@@ -25,6 +27,14 @@ class _Installed:
     recipe: AttentionRecipe
     layers: list[AttentionLayer]
     stock: list[Any]  # what the layers' processors were before
+
+
+@dataclass(frozen=True)
+class _Sharded:
+    """Kept on the transformer while its sequence is divided."""
+
+    ulysses: Ulysses
+    hooks: list[RemovableHandle]
 
 
 def install(
@@ -42,7 +52,7 @@ def install(
         The layers that are now quantised (none for a bf16 recipe).
 
     Raises:
-        ConfigError: `keep_layers` names a block that the model doesn't have.
+        ConfigError: `keep_layers` names a block that the model doesn't have, or the recipe can't run on a divided sequence (`shard_sequence`).
         CheckpointError: a transformer of no known family.
     """
     recipe = get_recipe(recipe)
@@ -52,20 +62,30 @@ def install(
     for index in recipe.keep_layers:
         if not 0 <= index <= last:
             raise ConfigError(f"recipe {recipe.name!r}: keep_layers names block {index}, but this model has blocks 0 to {last}")
-    uninstall(transformer)
+    sharded: _Sharded | None = getattr(transformer, "_videoqat_sharded", None)
+    if sharded is not None:
+        check_sharded(recipe, layers, sharded.ulysses)
+    _put_back(transformer)
     stock = [layer.module.processor for layer in layers]
     quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index)]
     for layer in layers:
         # A kernel that is insisted on is meant for the quantised layers; it need not be able to do plain attention.
         processor = family.make_processor(layer, recipe, kernel) if layer in quantised else family.make_processor(layer, RECIPES["bf16"], "auto")
+        processor.ulysses = None if sharded is None else sharded.ulysses
         layer.module.set_processor(processor)  # type: ignore[operator]
     transformer._videoqat_installed = _Installed(recipe, layers, stock)  # type: ignore[assignment]
     return quantised
 
 
 def uninstall(transformer: nn.Module) -> None:
-    """Puts back the processors that were there before `install`; does nothing where none was installed."""
-    installed = getattr(transformer, "_videoqat_installed", None)
+    """Puts back the processors that were there before `install`, and ends `shard_sequence`; does nothing where none was installed."""
+    if getattr(transformer, "_videoqat_installed", None) is not None:
+        shard_sequence(transformer, None)
+        _put_back(transformer)
+
+
+def _put_back(transformer: nn.Module) -> None:
+    installed: _Installed | None = getattr(transformer, "_videoqat_installed", None)
     if installed is None:
         return
     for layer, processor in zip(installed.layers, installed.stock, strict=True):
@@ -77,6 +97,49 @@ def installed_recipe(transformer: nn.Module) -> AttentionRecipe | None:
     """The recipe that `install` put in, or None."""
     installed = getattr(transformer, "_videoqat_installed", None)
     return None if installed is None else installed.recipe
+
+
+def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: ModelFamily | None = None) -> None:
+    """Divides the tokens of every later forward among `ulysses`' ranks (a recipe must be installed); None ends it.
+
+    Recipes that are installed later find it so.
+
+    Raises:
+        ConfigError: the ranks don't divide a layer's heads, or the recipe can't run on a divided sequence.
+        CheckpointError: no recipe is installed: diffusers' own processors would attend within each part.
+    """
+    installed: _Installed | None = getattr(transformer, "_videoqat_installed", None)
+    if installed is None:
+        raise CheckpointError("no recipe is installed in this transformer: install one (bf16 will do) before dividing its sequence")
+    if ulysses is not None:
+        check_sharded(installed.recipe, installed.layers, ulysses)
+    sharded: _Sharded | None = getattr(transformer, "_videoqat_sharded", None)
+    for hook in sharded.hooks if sharded is not None else ():
+        hook.remove()
+    transformer._videoqat_sharded = None  # type: ignore[assignment]
+    if ulysses is not None:
+        hooks = (family or family_of_transformer(transformer)).shard_sequence(transformer, ulysses)
+        transformer._videoqat_sharded = _Sharded(ulysses, hooks)  # type: ignore[assignment]
+    for layer in installed.layers:
+        layer.module.processor.ulysses = ulysses
+
+
+def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses: Ulysses) -> None:
+    """Requires that these layers can attend by `recipe` when the sequence is divided, and quantise the same numbers together.
+
+    Raises:
+        ConfigError: the ranks don't divide a layer's heads; or the recipe covers cross-attention and works on blocks of queries there.
+    """
+    for layer in layers:
+        if layer.kind != "cross" and layer.num_heads % ulysses.degree:
+            raise ConfigError(f"parallel.sp={ulysses.degree} does not divide the {layer.num_heads} heads of {layer.name}")
+        if layer.kind == "cross" and recipe.covers(layer.kind, layer.index) and (recipe.smooth_q or recipe.qk == "int8"):
+            # Queries of cross-attention stay divided. Their own blocks run along head_dim, but these two look at many queries at once.
+            how = "smooth_q" if recipe.smooth_q else "qk=int8"
+            raise ConfigError(
+                f"recipe {recipe.name!r}: {how} works on blocks of queries, and parallel.sp={ulysses.degree} would cut those of {layer.name}, which "
+                "is cross-attention, in other places; legal: parallel.sp=1, or attention_kinds without cross"
+            )
 
 
 def observe(transformer: nn.Module, observer: Observer | None) -> None:

@@ -15,12 +15,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
+from videoqat.models.schedules import NoiseSchedule
+from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe, recipe_from_dict
 
 # Family name -> module that holds it as FAMILY.
-FAMILIES: dict[str, str] = {"wan": "videoqat.models.wan"}
+FAMILIES: dict[str, str] = {"wan": "videoqat.models.wan", "cogvideox": "videoqat.models.cogvideox"}
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,8 @@ class Geometry:
         num_heads, head_dim, num_layers: of the transformer.
         text_dim: width of a text embedding.
         pixel_multiple: what height and width must be multiples of for the pipeline's own sake, whatever VAE and patch ask.
+        frame_multiple: likewise for the frames after the first.
+        max_size: the largest (height, width) in pixels that the transformer has positions for; None where there is no limit.
     """
 
     in_channels: int
@@ -65,10 +70,13 @@ class Geometry:
     num_layers: int
     text_dim: int
     pixel_multiple: int = 1
+    frame_multiple: int = 1
+    max_size: tuple[int, int] | None = None
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """(C, F, H, W) of the latents of a video of that size in pixels."""
-        return (self.in_channels, (num_frames - 1) // self.vae_temporal + 1, height // self.vae_spatial, width // self.vae_spatial)
+        """(C, F, H, W) of the latents of a video of that size in pixels, filled up at the front where tokens span several latent frames."""
+        frames = (num_frames - 1) // self.vae_temporal + 1
+        return (self.in_channels, frames + -frames % self.patch[0], height // self.vae_spatial, width // self.vae_spatial)
 
     def num_tokens(self, num_frames: int, height: int, width: int) -> int:
         """Video tokens that self-attention sees."""
@@ -80,15 +88,15 @@ class Geometry:
         Raises:
             ConfigError: names `key`, the axis, its value and the legal values on both sides of it.
         """
-        frame_step = self.vae_temporal * self.patch[0]
-        first = self.vae_temporal * (self.patch[0] - 1) + 1  # the fewest frames whose latents fill a patch
-        if num_frames < first or (num_frames - first) % frame_step:
-            below = first + max(0, (num_frames - first) // frame_step) * frame_step
-            raise ConfigError(
-                f"{key}: {num_frames} frames don't fit this model; legal: {frame_step}n+{first}, such as {below} or {below + frame_step}"
-            )
-        for axis, size, part in (("height", height, self.patch[1]), ("width", width, self.patch[2])):
+        frame_step = math.lcm(self.vae_temporal, self.frame_multiple)
+        if num_frames < 1 or (num_frames - 1) % frame_step:
+            below = 1 + max(0, (num_frames - 1) // frame_step) * frame_step
+            raise ConfigError(f"{key}: {num_frames} frames don't fit this model; legal: {frame_step}n+1, such as {below} or {below + frame_step}")
+        largest_height, largest_width = self.max_size or (math.inf, math.inf)
+        for axis, size, part, largest in (("height", height, self.patch[1], largest_height), ("width", width, self.patch[2], largest_width)):
             step = math.lcm(self.vae_spatial * part, self.pixel_multiple)
+            if size > largest:
+                raise ConfigError(f"{key}: {axis} {size} is more than this model has positions for; legal: multiples of {step} up to {largest}")
             if size < step or size % step:
                 below = max(step, size // step * step)
                 raise ConfigError(f"{key}: {axis} {size} doesn't fit this model; legal: multiples of {step}, such as {below} or {below + step}")
@@ -100,6 +108,7 @@ class ModelFamily(Protocol):
     name: str
     pipeline_classes: tuple[str, ...]  # values of _class_name in model_index.json
     transformer_classes: tuple[str, ...]  # class names of transformers whose attention it knows
+    has_dynamic_guidance: bool  # whether its pipeline can change the guidance from step to step (use_dynamic_cfg)
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """Names of the folder's transformers, the one for high noise first."""
@@ -113,12 +122,24 @@ class ModelFamily(Protocol):
         """The transformer on the CPU, in eval mode; every weight found and of the right shape, or CheckpointError. From scratch: no weights read."""
         ...
 
+    def build(self, folder: str | Path, component: str) -> nn.Module:
+        """The transformer in eval mode without numbers: parameters on the meta device, fp32, and buffers on the CPU. No weights are touched."""
+        ...
+
     def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
         """An object with .vae (float32), .text_encoder (`dtype`) and .tokenizer."""
         ...
 
+    def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:
+        """To how many tokens text is padded: `wanted`, or the model's own number for 0; ConfigError that names `key` if it can't be `wanted`."""
+        ...
+
+    def count_tokens(self, encoders: Any, prompts: list[str]) -> list[int]:
+        """How many tokens each prompt has, the end mark included and nothing cut off."""
+        ...
+
     def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
-        """Each prompt's embedding (L_i, D) as the pipeline computes it, padding cut off, L_i <= max_tokens."""
+        """Each prompt's embedding (L_i, D) as the pipeline computes it, L_i <= max_tokens; without padding, unless padding is encoded, too."""
         ...
 
     def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
@@ -129,8 +150,12 @@ class ModelFamily(Protocol):
         """latents_BCFHW float32 of a video in [-1, 1]: the posterior's mode, normalised as the pipeline expects."""
         ...
 
+    def noise_schedule(self, folder: str | Path) -> NoiseSchedule:
+        """How data and noise are mixed at flow time t (0 data, 1 noise), and what is predicted; from the folder's scheduler."""
+        ...
+
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
-        """The prediction (B, C, F, H, W) for noisy latents x at flow time t (0 data, 1 noise)."""
+        """The prediction (B, C, F, H, W) for noisy latents x at flow time t."""
         ...
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
@@ -142,7 +167,15 @@ class ModelFamily(Protocol):
         ...
 
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> Any:
-        """A processor with attributes layer (its name), recipe, kernel and observer (None)."""
+        """A processor with attributes layer (its name), recipe, kernel, observer (None) and ulysses (None); it attends by `parallel.ulysses`."""
+        ...
+
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """The blocks that hold nearly all weights and work, in order of execution: what is sharded, checkpointed and compiled one by one."""
+        ...
+
+    def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
+        """Hooks that set `ulysses.num_tokens`, divide video tokens (and all that goes with each) before the first block, and gather the output."""
         ...
 
     def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
@@ -165,7 +198,8 @@ def family_of(folder: str | Path) -> ModelFamily:
         if pipeline_class in family.pipeline_classes:
             return family
     supported = ", ".join(name for family in _families() for name in family.pipeline_classes)
-    raise CheckpointError(f"{folder} holds a {pipeline_class}, which is not supported; supported: {supported}")
+    what = f"{folder} holds a {pipeline_class}, which is not supported{' yet' if 'ImageToVideo' in str(pipeline_class) else ''}"
+    raise CheckpointError(f"{what}; supported: {supported}")
 
 
 def family_of_transformer(transformer: nn.Module) -> ModelFamily:

@@ -8,16 +8,20 @@ The 5B TI2V model (`expand_timesteps`) is handled as text-to-video: WanPipeline 
 same function as one time for each sample. Its image-conditioned mode, where the first frame's tokens have time 0, belongs to another pipeline.
 """
 
+import functools
 import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from videoqat.attention.functional import attention
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
+from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Geometry, check_weights, read_model_json
+from videoqat.parallel.sharding import compute_dtype
+from videoqat.parallel.ulysses import Ulysses, attend
 from videoqat.recipes import AttentionRecipe
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
 
 TIME_SCALE = 1000  # the transformer's timestep at flow time 1
 IMAGE_MODEL_TEXT_TOKENS = 512  # in image-to-video transformers whatever stands before the last 512 context tokens is image
+TEXT_TOKENS = 512
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other heights and widths, whatever the VAE
 
 
@@ -40,6 +45,7 @@ class WanProcessor:
         self.recipe = recipe
         self.kernel = kernel
         self.observer: Observer | None = None
+        self.ulysses: Ulysses | None = None
 
     def __call__(
         self,
@@ -69,22 +75,24 @@ class WanProcessor:
         image_out = None
         if image_context is not None:
             k_image, v_image = _project_image(attn, image_context)
-            image_out = self._attend(q_BNHD, attn.norm_added_k(k_image).unflatten(2, (attn.heads, -1)), v_image.unflatten(2, (attn.heads, -1)))
-        out = self._attend(q_BNHD, k_BNHD, v_BNHD)
+            k_image, v_image = attn.norm_added_k(k_image).unflatten(2, (attn.heads, -1)), v_image.unflatten(2, (attn.heads, -1))
+            image_out = self._attend(q_BNHD, k_image, v_image, None)
+        # Each query looks at the text by itself, and every rank holds the text whole: nothing to exchange.
+        out = self._attend(q_BNHD, k_BNHD, v_BNHD, self.ulysses if encoder_hidden_states is None else None)
         if image_out is not None:
             out = out + image_out
         return attn.to_out[1](attn.to_out[0](out))
 
-    def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+    def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, ulysses: Ulysses | None) -> Tensor:
         """(B, N, heads * head_dim) in q's dtype."""
         dtype = q_BNHD.dtype
         if torch.is_autocast_enabled(q_BNHD.device.type):
             # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
             low = torch.get_autocast_dtype(q_BNHD.device.type)
             q_BNHD, k_BNHD, v_BNHD = q_BNHD.to(low), k_BNHD.to(low), v_BNHD.to(low)
-        if self.observer is not None:
-            self.observer(self.layer, q_BNHD, k_BNHD, v_BNHD)
-        return attention(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel).flatten(2, 3).to(dtype)
+        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
+        out = attend(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel, ulysses=ulysses, observer=observer)
+        return out.flatten(2, 3).to(dtype)
 
 
 def _project(attn: Any, hidden_states: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,6 +130,7 @@ class WanFamily:
     name = "wan"
     pipeline_classes = ("WanPipeline",)
     transformer_classes = ("WanTransformer3DModel",)
+    has_dynamic_guidance = False
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """("transformer",), or ("transformer", "transformer_2") where a boundary_ratio splits the times between them."""
@@ -178,6 +187,15 @@ class WanFamily:
         check_weights(Path(folder) / component, shapes, ignored)
         return WanTransformer3DModel.from_pretrained(folder, subfolder=component, dtype=dtype, local_files_only=True).eval()
 
+    def build(self, folder: str | Path, component: str) -> nn.Module:
+        """`WanTransformer3DModel`, from its configuration."""
+        from accelerate import init_empty_weights
+        from diffusers import WanTransformer3DModel
+
+        self._require_component(folder, component)
+        with init_empty_weights(include_buffers=False):
+            return WanTransformer3DModel.from_config(read_model_json(folder, f"{component}/config.json")).eval()
+
     def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
         """The `WanPipeline` without its transformers: what encodes is then exactly what will generate."""
         return self._pipeline(folder, device, dtype, transformer=None, transformer_2=None)
@@ -205,6 +223,16 @@ class WanFamily:
         tokens = encoders.tokenizer([prompt_clean(prompt) for prompt in prompts], max_length=max_tokens, truncation=True)
         return [text_LD[: len(ids)].clone() for text_LD, ids in zip(padded_BLD, tokens.input_ids, strict=True)]
 
+    def count_tokens(self, encoders: Any, prompts: list[str]) -> list[int]:
+        """As the tokenizer counts what the pipeline's cleaning leaves, the end mark included."""
+        from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+
+        return [len(ids) for ids in encoders.tokenizer([prompt_clean(prompt) for prompt in prompts]).input_ids]
+
+    def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:
+        """512 by default, as WanPipeline; any other number is as good, as long as training and generation have the same."""
+        return wanted or TEXT_TOKENS
+
     def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
         """Zeros after each text: Wan's cross-attention has no mask, so the number of zeros is part of the model's input."""
         longest = max(text.shape[0] for text in texts)
@@ -220,9 +248,17 @@ class WanFamily:
         mean, std = (torch.tensor(values, device=vae.device).view(1, -1, 1, 1, 1) for values in (vae.config.latents_mean, vae.config.latents_std))
         return (latents_BCFHW - mean) / std
 
+    def noise_schedule(self, folder: str | Path) -> FlowMatching:
+        """With the flow shift of the folder's scheduler; 1 (none) where that has none."""
+        scheduler = read_model_json(folder, "scheduler/scheduler_config.json")
+        shift = scheduler.get("flow_shift", scheduler.get("shift", 1.0))
+        if not isinstance(shift, int | float) or not shift > 0:
+            raise CheckpointError(f"{folder}: the scheduler's flow shift is {shift!r}, which is no positive number")
+        return FlowMatching(float(shift))
+
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
-        """The velocity noise - data, in the transformer's dtype."""
-        dtype: torch.dtype = transformer.dtype  # type: ignore[assignment]
+        """The velocity noise - data, in the dtype of the transformer's arithmetic."""
+        dtype = compute_dtype(transformer)
         timestep_B = t_B.float() * TIME_SCALE
         return transformer(x_BCFHW.to(dtype), timestep_B, text_BLD.to(dtype), return_dict=False)[0]
 
@@ -249,6 +285,42 @@ class WanFamily:
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> WanProcessor:
         """A `WanProcessor`."""
         return WanProcessor(layer.name, recipe, kernel)
+
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """The transformer blocks, in order of execution."""
+        return list(transformer.blocks)  # type: ignore[arg-type]
+
+    def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
+        """Tokens are divided as soon as they exist, after patch_embedding, and gathered after proj_out; diffusers folds them back into a video.
+
+        Rotary tables, which come first and tell how many tokens there will be, and times that differ from token to token (TI2V), before they
+        are embedded, are divided in the same way.
+        """
+
+        def rotary_tables(module: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+            ulysses.num_tokens = tables[0].shape[1]
+            return tuple(ulysses.shard(table_1N1D, 1) for table_1N1D in tables)
+
+        def tokens(module: nn.Module, args: tuple[Any, ...], patches_BCFHW: Tensor) -> Tensor:
+            return ulysses.shard(patches_BCFHW.flatten(2), 2)[..., None, None]  # what diffusers does next is flatten(2)
+
+        def times(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            num_tokens = kwargs["timestep_seq_len"]
+            if num_tokens is None:
+                return None
+            times_Bn = ulysses.shard(args[0].unflatten(0, (-1, num_tokens)), 1)
+            return (times_Bn.flatten(), *args[1:]), kwargs | {"timestep_seq_len": times_Bn.shape[1]}
+
+        def gather(module: nn.Module, args: tuple[Any, ...], out_BnC: Tensor) -> Tensor:
+            return ulysses.gather(out_BnC, 1)
+
+        model: Any = transformer
+        return [
+            model.rope.register_forward_hook(rotary_tables),
+            model.patch_embedding.register_forward_hook(tokens),
+            model.condition_embedder.register_forward_pre_hook(times, with_kwargs=True),
+            model.proj_out.register_forward_hook(gather),
+        ]
 
     def _require_component(self, folder: str | Path, component: str) -> None:
         present = self.components(folder)
