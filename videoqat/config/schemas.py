@@ -35,9 +35,10 @@ class ExampleClipsConfig:
 
 @dataclass
 class ExampleModelConfig:
-    """The tiny Wan pipeline, built offline from configuration."""
+    """A tiny pipeline of a family, built offline from configuration."""
 
     out: str = MISSING
+    family: str = "wan"
     num_layers: int = 4
     num_heads: int = 2
     head_dim: int = 64
@@ -45,6 +46,9 @@ class ExampleModelConfig:
     seed: int = 0
 
     def validate(self) -> None:
+        choice("family", self.family, ("wan", "cogvideox"))
+        pair = self.family == "wan" or not self.two_transformers
+        require(pair, "two_transformers", self.two_transformers, f"false with family={self.family}: only Wan 2.2 has two")
         require(self.num_layers >= 1, "num_layers", self.num_layers, "at least 1")
         require(self.num_heads >= 1, "num_heads", self.num_heads, "at least 1")
         require(self.head_dim >= 16 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16")

@@ -1,8 +1,10 @@
-"""A complete `WanPipeline` small enough to train on two CPU cores, built offline from configuration.
+"""Complete pipelines small enough to train on two CPU cores, built offline from configuration: a `WanPipeline`, a `CogVideoXPipeline`.
 
-Every part is a real one: `WanTransformer3DModel`, `AutoencoderKLWan` with trained weights (see `tiny_vae`), a `UMT5EncoderModel`, a fast
-tokenizer, `UniPCMultistepScheduler` with a flow shift. Transformer and text encoder are random, drawn from the seed. A video of 17x64x64 is
-320 tokens. The text encoder stays random for good: what matters is that different words give different vectors, and a random one sees to that.
+Every part is a real one. Wan: `WanTransformer3DModel`, `AutoencoderKLWan` with trained weights (see `tiny_vae`), a `UMT5EncoderModel`, a fast
+tokenizer, `UniPCMultistepScheduler` with a flow shift. CogVideoX: `CogVideoXTransformer3DModel` with rotary embedding, as 5B has it,
+`AutoencoderKLCogVideoX` with weights that are written down (see `tiny_mosaic`: its videos are mosaics of 4x4 pixels), a `T5EncoderModel`, the same
+tokenizer, `CogVideoXDDIMScheduler` as 5B's. Transformers and text encoders are random, drawn from the seed. A video of 17x64x64 is 320 tokens in
+both. The text encoder stays random for good: what matters is that different words give different vectors, and a random one sees to that.
 """
 
 import json
@@ -16,16 +18,19 @@ from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import family_of
+from videoqat.models.tiny_mosaic import LATENT_CHANNELS, mosaic_vae
 from videoqat.models.tiny_vae import ARCHITECTURE as VAE_ARCHITECTURE
 from videoqat.models.tiny_vae import load_tiny_vae
 
 if TYPE_CHECKING:
+    from diffusers import CogVideoXTransformer3DModel, DiffusionPipeline
     from transformers import PreTrainedTokenizerFast
 
 BOUNDARY_RATIO = 0.875  # of a pair of transformers, as in Wan 2.2 A14B
 FLOW_SHIFT = 3.0
 TEXT_DIM = 64
 VOCABULARY_SIZE = 512
+COGVIDEOX_TEXT_TOKENS = 26  # as the 226 of the real ones no multiple of 16, the block that V is quantised by
 # What the tokenizer's merges are learned from. It is byte-level, so that any other text has tokens too, only more of them.
 CAPTION_WORDS = (
     "a t-shirt", "a top", "trousers", "a pullover", "a dress", "a coat", "a sandal", "a shirt", "a sneaker", "a bag", "an ankle boot",
@@ -63,14 +68,32 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
     Raises:
         UserError: `out` exists already, or can't be written.
     """
-    from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
-    from transformers import UMT5Config, UMT5EncoderModel
-
     config.validate()
     out = Path(config.out)
     if out.exists():
         raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
     writable_folder("out", out.parent)
+    with torch.random.fork_rng(devices=[]):
+        pipeline = {"wan": _wan_pipeline, "cogvideox": _cogvideox_pipeline}[config.family](config)
+    with atomic_folder(out) as aside:
+        pipeline.save_pretrained(aside)
+        _forget_where_it_was_made(aside)
+    family = family_of(out)
+    models = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
+    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in models.items()}
+    say(f"{out}: a tiny {type(pipeline).__name__}, {parameters['transformer']:,} weights in its transformer")
+    return {
+        "path": str(out),
+        "components": list(family.components(out)),
+        "parameters": parameters,
+        "flow_shift": family.noise_schedule(out).flow_shift,
+        "tokens_per_clip": family.geometry(out).num_tokens(17, 64, 64),
+    }
+
+
+def _wan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
+    from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from transformers import UMT5Config, UMT5EncoderModel
 
     def transformer(seed: int) -> WanTransformer3DModel:
         torch.manual_seed(seed)
@@ -89,32 +112,75 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
 
     tokenizer = build_tokenizer()
     vae = load_tiny_vae()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        text_config = UMT5Config(
-            vocab_size=VOCABULARY_SIZE, d_model=TEXT_DIM, d_kv=16, d_ff=128, num_layers=2, num_heads=4, pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id, decoder_start_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
-        parts: dict[str, Any] = {"text_encoder": UMT5EncoderModel(text_config).eval(), "transformer": transformer(config.seed + 1), "vae": vae}
-        if config.two_transformers:
-            parts["transformer_2"] = transformer(config.seed + 2)
-    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT)
-    pipeline = WanPipeline(
-        tokenizer=tokenizer, scheduler=scheduler, boundary_ratio=BOUNDARY_RATIO if config.two_transformers else None, expand_timesteps=False, **parts
+    torch.manual_seed(config.seed)
+    text_encoder = UMT5EncoderModel(UMT5Config(**_text_config(tokenizer))).eval()
+    return WanPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=vae,
+        transformer=transformer(config.seed + 1),
+        transformer_2=transformer(config.seed + 2) if config.two_transformers else None,
+        scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT),
+        boundary_ratio=BOUNDARY_RATIO if config.two_transformers else None,
+        expand_timesteps=False,
     )
-    with atomic_folder(out) as aside:
-        pipeline.save_pretrained(aside)
-        _forget_where_it_was_made(aside)
-    geometry = family_of(out).geometry(out)
-    parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
-    say(f"{out}: a tiny Wan pipeline, {parameters['transformer']:,} weights in its transformer")
-    return {
-        "path": str(out),
-        "components": list(family_of(out).components(out)),
-        "parameters": parameters,
-        "flow_shift": FLOW_SHIFT,
-        "tokens_per_clip": geometry.num_tokens(17, 64, 64),
+
+
+def _cogvideox_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
+    from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
+    from transformers import T5Config, T5EncoderModel
+
+    tokenizer = build_tokenizer()
+    torch.manual_seed(config.seed)
+    text_encoder = T5EncoderModel(T5Config(**_text_config(tokenizer))).eval()
+    torch.manual_seed(config.seed + 1)
+    return CogVideoXPipeline(
+        tokenizer=tokenizer,
+        text_encoder=text_encoder,
+        vae=mosaic_vae(),
+        transformer=cogvideox_transformer(num_attention_heads=config.num_heads, attention_head_dim=config.head_dim, num_layers=config.num_layers),
+        scheduler=CogVideoXDDIMScheduler(
+            prediction_type="v_prediction",
+            beta_schedule="scaled_linear",
+            rescale_betas_zero_snr=True,
+            snr_shift_scale=1.0,
+            timestep_spacing="trailing",
+            clip_sample=False,
+        ),
+    )
+
+
+def cogvideox_transformer(**changes: Any) -> "CogVideoXTransformer3DModel":
+    """A small CogVideoX transformer, in eval mode, drawn from torch's global generator.
+
+    Args:
+        changes: of its configuration: `use_rotary_positional_embeddings=False` makes it like 2B, `patch_size_t=2` like 1.5.
+    """
+    from diffusers import CogVideoXTransformer3DModel
+
+    settings: dict[str, Any] = {
+        "num_attention_heads": 2,
+        "attention_head_dim": 64,
+        "num_layers": 2,
+        "in_channels": LATENT_CHANNELS,
+        "out_channels": LATENT_CHANNELS,
+        "time_embed_dim": 64,
+        "text_embed_dim": TEXT_DIM,
+        "sample_height": 16,
+        "sample_width": 16,
+        "sample_frames": 17,
+        "max_text_seq_length": COGVIDEOX_TEXT_TOKENS,
+        "use_rotary_positional_embeddings": True,
     }
+    return CogVideoXTransformer3DModel(**settings | changes).eval()
+
+
+def _text_config(tokenizer: "PreTrainedTokenizerFast") -> dict[str, Any]:
+    """Of a small T5 or UMT5 encoder."""
+    return {
+        "vocab_size": VOCABULARY_SIZE, "d_model": TEXT_DIM, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4,
+        "pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "decoder_start_token_id": tokenizer.pad_token_id,
+    }  # fmt: skip
 
 
 def _forget_where_it_was_made(folder: Path) -> None:

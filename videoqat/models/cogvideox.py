@@ -1,0 +1,295 @@
+"""CogVideoX (arXiv 2408.06072): 2B, 5B and 1.5, text to video, as diffusers has them: `CogVideoXPipeline` with `CogVideoXTransformer3DModel`.
+
+Attention is joint: text tokens first, then video tokens, in one sequence, and nothing is masked. That is why texts are always padded to the
+length the model was trained with (226 tokens; 224 in 1.5): the padding is attended to, and the T5 encoder sees it, too. 2B adds absolute
+positions to the tokens; 5B and 1.5 rotate the video tokens' queries and keys. Models predict v (`schedules.VPrediction`).
+
+diffusers lays latents out as (B, F, C, H, W); here, as everywhere in videoqat, they are (B, C, F, H, W) until `forward` turns them round.
+CogVideoX 1.5 makes a token of two latent frames. An odd number of them is filled up at the front, as its pipeline does, which drops that first
+frame after denoising; in training the fill is a copy of the first latent frame, as in CogVideoX's own fine-tuning.
+"""
+
+import functools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from videoqat.errors import AttentionError, CheckpointError, ConfigError
+from videoqat.models import loading
+from videoqat.models.schedules import TRAIN_TIMESTEPS, VPrediction, timestep
+from videoqat.models.spec import AttentionLayer, Geometry, read_model_json
+from videoqat.parallel.ulysses import Ulysses, attend_joint
+from videoqat.recipes import AttentionRecipe
+
+if TYPE_CHECKING:
+    from videoqat.models.install import Observer
+
+FRAME_MULTIPLE = 8  # the VAE decodes latent frames by pairs; an odd one, the first, alone, to one frame
+SCHEDULERS = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
+
+
+class CogVideoXProcessor:
+    """Joint attention of one CogVideoX block by a recipe; with the bf16 recipe bitwise diffusers' `CogVideoXAttnProcessor2_0`.
+
+    The order of operations and every rounding outside attention follow diffusers 0.42: layer norm of each head, then rotary embedding of the
+    video tokens in fp32, where the model has one.
+    """
+
+    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
+        self.layer = layer
+        self.recipe = recipe
+        self.kernel = kernel
+        self.observer: Observer | None = None
+        self.ulysses: Ulysses | None = None
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Video (B, n, dim) and text (B, L, dim), from `hidden_states` and `encoder_hidden_states` of the same shapes.
+
+        n are this rank's video tokens under sequence parallelism, all of them without; the rotary tables, cos and sin (n, head_dim) in float32,
+        are of the same tokens. Text is whole on every rank.
+        """
+        if attention_mask is not None:
+            raise AttentionError(f"{self.layer}: CogVideoX's attention takes no mask")
+        lengths = (encoder_hidden_states.shape[1], hidden_states.shape[1])
+        q_BNHD, k_BNHD, v_BNHD = _project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1))
+        if attn.norm_q is not None:
+            q_BNHD, k_BNHD = attn.norm_q(q_BNHD), attn.norm_k(k_BNHD)
+        (q_text, q), (k_text, k), (v_text, v) = (x.split(lengths, dim=1) for x in (q_BNHD, k_BNHD, v_BNHD))
+        if image_rotary_emb is not None:
+            q, k = (self._rotate(x, image_rotary_emb) for x in (q, k))
+        if torch.is_autocast_enabled(q.device.type):
+            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
+            low = torch.get_autocast_dtype(q.device.type)
+            q, k, v, q_text, k_text, v_text = (x.to(low) for x in (q, k, v, q_text, k_text, v_text))
+        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
+        out_BnHD, out_text_BLHD = attend_joint(
+            q, k, v, q_text, k_text, v_text, self.recipe, text_first=True, kernel=self.kernel, ulysses=self.ulysses, observer=observer
+        )
+        out = torch.cat([out_text_BLHD, out_BnHD], dim=1).flatten(2, 3)
+        text, video = attn.to_out[1](attn.to_out[0](out)).split(lengths, dim=1)
+        return video, text
+
+    def _rotate(self, x_BNHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        from diffusers.models.embeddings import apply_rotary_emb
+
+        if tables[0].dtype != torch.float32:  # 16-bit angles, such as a blanket cast of a block's inputs makes, are wrong by up to half a per cent
+            raise AttentionError(f"{self.layer}: rotary tables must be float32, got {tables[0].dtype}")
+        rotated: Tensor = apply_rotary_emb(x_BNHD, tables, sequence_dim=1)  # type: ignore[assignment]
+        return rotated
+
+
+def _project(attn: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Q, K, V (B, N, H, D), from fused projections where `fuse_qkv_projections()` made them."""
+    if attn.fused_projections:
+        projected = attn.to_qkv(hidden_states).chunk(3, dim=-1)
+    else:
+        projected = attn.to_q(hidden_states), attn.to_k(hidden_states), attn.to_v(hidden_states)
+    q, k, v = (x.unflatten(2, (attn.heads, -1)) for x in projected)
+    return q, k, v
+
+
+class CogVideoXFamily:
+    """`videoqat.models.spec.ModelFamily` for CogVideoX; the methods are documented there."""
+
+    name = "cogvideox"
+    pipeline_classes = ("CogVideoXPipeline",)
+    transformer_classes = ("CogVideoXTransformer3DModel",)
+    has_dynamic_guidance = True
+
+    def components(self, folder: str | Path) -> tuple[str, ...]:
+        """("transformer",)."""
+        if (read_model_json(folder, "model_index.json").get("transformer") or [None])[0] is None:
+            raise CheckpointError(f"{folder}: model_index.json names no transformer")
+        return ("transformer",)
+
+    def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
+        """Sizes from transformer and VAE configuration; image-to-video transformers are refused."""
+        self._require_component(folder, component)
+        transformer, vae = read_model_json(folder, f"{component}/config.json"), read_model_json(folder, "vae/config.json")
+        try:
+            patch, patch_frames = int(transformer["patch_size"]), transformer.get("patch_size_t")
+            channels = (int(transformer["in_channels"]), int(transformer["out_channels"]), int(vae["latent_channels"]))
+            vae_spatial = 2 ** (len(vae["block_out_channels"]) - 1)
+            # Rotary tables of 1.5 are cut from one of the size it was trained at; those of 5B are stretched, and 2B's positions, too.
+            cut = (int(transformer["sample_height"]) * vae_spatial, int(transformer["sample_width"]) * vae_spatial) if patch_frames else None
+            geometry = Geometry(
+                in_channels=channels[2],
+                vae_spatial=vae_spatial,
+                vae_temporal=int(vae["temporal_compression_ratio"]),
+                patch=(int(patch_frames or 1), patch, patch),
+                num_heads=int(transformer["num_attention_heads"]),
+                head_dim=int(transformer["attention_head_dim"]),
+                num_layers=int(transformer["num_layers"]),
+                text_dim=int(transformer["text_embed_dim"]),
+                frame_multiple=FRAME_MULTIPLE,
+                max_size=cut,
+            )
+        except KeyError as error:
+            raise CheckpointError(f"{folder}: the configuration of {component} or vae lacks {error.args[0]!r}") from error
+        for_images = [key for key in ("ofs_embed_dim", "use_learned_positional_embeddings") if transformer.get(key)]
+        if channels[0] == 2 * channels[2] or for_images:
+            why = for_images[0] if for_images else f"in_channels={channels[0]}, twice the VAE's latent_channels"
+            raise CheckpointError(
+                f"{folder}: {component} is an image-to-video transformer ({why}); only text-to-video is supported for CogVideoX yet"
+            )
+        if len(set(channels)) != 1:
+            numbers = "in_channels={}, out_channels={}, the VAE's latent_channels={}".format(*channels)
+            raise CheckpointError(f"{folder}: {component} is no text-to-video transformer for this VAE: {numbers} must be equal")
+        return geometry
+
+    def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
+        """`CogVideoXTransformer3DModel` on the CPU."""
+        from diffusers import CogVideoXTransformer3DModel
+
+        self._require_component(folder, component)
+        return loading.load_transformer(CogVideoXTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
+
+    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+        """The `CogVideoXPipeline` without its transformer: what encodes is then exactly what will generate."""
+        return self._pipeline(folder, device, dtype, None)
+
+    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+        """The whole `CogVideoXPipeline`, its transformer loaded strictly."""
+        return self._pipeline(folder, device, dtype, self.load_transformer(folder, "transformer", dtype=dtype))
+
+    def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, transformer: nn.Module | None) -> Any:
+        from diffusers import CogVideoXPipeline
+
+        dtypes = {"vae": torch.float32, "default": dtype}
+        pipeline = CogVideoXPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, transformer=transformer)
+        # This pipeline hands its VAE latents in the transformer's dtype, whatever the VAE's own.
+        pipeline.vae.decoder.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+        pipeline.frames_per_token = self.geometry(folder).patch[0]  # for `encode_video`
+        return pipeline.to(device)
+
+    @torch.no_grad()
+    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
+        """Last hidden states (max_tokens, D) of the T5 encoder. The padding stays: the encoder saw it, and the transformer was trained on it."""
+        padded_BLD, _ = encoders.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=max_tokens)
+        return [text_LD.clone() for text_LD in padded_BLD]
+
+    def count_tokens(self, encoders: Any, prompts: list[str]) -> list[int]:
+        """As the tokenizer counts, the end mark included."""
+        return [len(ids) for ids in encoders.tokenizer(prompts).input_ids]
+
+    def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:
+        """The transformer's max_text_seq_length by default; 2B takes no other, since its absolute positions begin behind that many."""
+        config = read_model_json(folder, "transformer/config.json")
+        own = int(config.get("max_text_seq_length", 226))
+        if wanted not in (0, own) and not config.get("use_rotary_positional_embeddings", False):
+            raise ConfigError(
+                f"{key}={wanted} is not legal for {folder}, whose positions are made for {own} text tokens; legal: {own}, or 0 for that"
+            )
+        return wanted or own
+
+    def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
+        """Nothing to add: texts come padded, and zeros would be something else than an encoded padding token."""
+        other = [text.shape[0] for text in texts if text.shape[0] != max_tokens]
+        if other:
+            raise ConfigError(f"a text embedding of {other[0]} tokens is not the max_text_tokens={max_tokens} that CogVideoX texts are encoded to")
+        return torch.stack(texts)
+
+    @torch.no_grad()
+    def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
+        """mode * scaling_factor, which the pipeline undoes before it decodes; for 1.5 filled up to whole tokens with the first frame."""
+        vae = encoders.vae
+        latents_BCFHW: Tensor = vae.encode(video_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * vae.config.scaling_factor
+        missing = -latents_BCFHW.shape[2] % encoders.frames_per_token
+        return torch.cat([latents_BCFHW[:, :, :1]] * missing + [latents_BCFHW], dim=2)
+
+    def noise_schedule(self, folder: str | Path) -> VPrediction:
+        """Of the folder's scheduler, which differs between models: 2B shifts its signal-to-noise ratio, 5B and 1.5 don't."""
+        import diffusers
+
+        config = read_model_json(folder, "scheduler/scheduler_config.json")
+        wanted = {"prediction_type": "v_prediction", "num_train_timesteps": TRAIN_TIMESTEPS}
+        for key, value in wanted.items():
+            if config.get(key) != value:
+                raise CheckpointError(f"{folder}: the scheduler's {key}={config.get(key)!r}, but CogVideoX is trained with {value!r}")
+        if config.get("_class_name") not in SCHEDULERS:
+            raise CheckpointError(f"{folder}: the scheduler is a {config.get('_class_name')}; legal for CogVideoX: {', '.join(SCHEDULERS)}")
+        return VPrediction(getattr(diffusers, config["_class_name"]).from_config(config).alphas_cumprod)
+
+    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
+        """v, in the transformer's dtype, at the discrete time of t (`schedules.timestep`)."""
+        from diffusers import CogVideoXPipeline
+
+        config, dtype = transformer.config, transformer.dtype
+        rotary = None
+        if config.use_rotary_positional_embeddings:  # type: ignore[union-attr]
+            # The pipeline's own method, so that training sees the tables that generation will. Height and width are those of latents already.
+            stand_in: Any = SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=1)
+            frames, height, width = x_BCFHW.shape[2:]
+            rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(stand_in, height, width, frames, x_BCFHW.device)
+        x_BFCHW = x_BCFHW.transpose(1, 2).to(dtype)  # type: ignore[call-overload]
+        text_BLD = text_BLD.to(dtype)  # type: ignore[call-overload]
+        prediction_BFCHW = transformer(x_BFCHW, text_BLD, timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
+        return prediction_BFCHW.transpose(1, 2)  # type: ignore[no-any-return]
+
+    def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
+        """(0, 1)."""
+        self._require_component(folder, component)
+        return (0.0, 1.0)
+
+    def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
+        """attn1 of every block."""
+        layers = []
+        for index, block in enumerate(transformer.transformer_blocks):  # type: ignore[arg-type]
+            module = block.attn1
+            layers.append(AttentionLayer(f"transformer_blocks.{index}.attn1", index, "joint", module, module.heads, module.inner_dim // module.heads))
+        return layers
+
+    def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> CogVideoXProcessor:
+        """A `CogVideoXProcessor`."""
+        return CogVideoXProcessor(layer.name, recipe, kernel)
+
+    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
+        """The transformer blocks, in order of execution."""
+        return list(transformer.transformer_blocks)  # type: ignore[arg-type]
+
+    def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
+        """Video tokens are divided as soon as they exist, behind the text in patch_embed's output, and gathered after proj_out.
+
+        Absolute positions (2B) are in them by then. Rotary tables are divided as they come into the transformer. Text and time embedding stay whole.
+        """
+
+        def rotary_tables(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            tables = kwargs.get("image_rotary_emb")
+            if tables is None:
+                return None
+            ulysses.num_tokens = tables[0].shape[0]
+            return args, kwargs | {"image_rotary_emb": tuple(ulysses.shard(table_ND, 0) for table_ND in tables)}
+
+        def tokens(module: nn.Module, args: tuple[Any, ...], embedded_BND: Tensor) -> Tensor:
+            num_text = args[0].shape[1]
+            text_BLD, video_BND = embedded_BND.tensor_split((num_text,), dim=1)
+            ulysses.num_tokens = video_BND.shape[1]
+            return torch.cat([text_BLD, ulysses.shard(video_BND, 1)], dim=1)
+
+        def gather(module: nn.Module, args: tuple[Any, ...], out_BnC: Tensor) -> Tensor:
+            return ulysses.gather(out_BnC, 1)
+
+        model: Any = transformer
+        return [
+            model.register_forward_pre_hook(rotary_tables, with_kwargs=True),
+            model.patch_embed.register_forward_hook(tokens),
+            model.proj_out.register_forward_hook(gather),
+        ]
+
+    def _require_component(self, folder: str | Path, component: str) -> None:
+        if component not in self.components(folder):
+            raise CheckpointError(f"{folder} has no {component!r}; it has: transformer")
+
+
+FAMILY = CogVideoXFamily()
