@@ -46,7 +46,7 @@ def test_not_a_pipeline_folder(tmp_path: Path) -> None:
 
 def test_pipeline_of_no_known_family(folder: Path) -> None:
     edit(folder / "model_index.json", lambda index: index.update(_class_name="WanImageToVideoPipeline"))
-    with pytest.raises(CheckpointError, match="holds a WanImageToVideoPipeline, which is not supported; supported: WanPipeline"):
+    with pytest.raises(CheckpointError, match="holds a WanImageToVideoPipeline, which is not supported yet; supported: WanPipeline, CogVideoXPipeline"):
         family_of(folder)
 
 
@@ -125,14 +125,24 @@ def test_sizes_that_do_not_fit_name_their_neighbours(size: tuple[int, int, int],
         WAN_14B.check_size("sampling", *size)
 
 
-def test_patches_in_time_are_counted_in_frames() -> None:
-    """Patches of 2 latent frames (CogVideoX 1.5): latents 2, 4, 6, ... are frames 5, 13, 21, ..."""
-    geometry = Geometry(16, 8, 4, (2, 2, 2), 48, 64, 42, 4096)
-    geometry.check_size("x", 5, 16, 16)
-    geometry.check_size("x", 13, 16, 16)
-    for frames in (1, 9, 17):
-        with pytest.raises(ConfigError, match=r"legal: 8n\+5"):
-            geometry.check_size("x", frames, 16, 16)
+COGVIDEOX_15 = Geometry(16, 8, 4, (2, 2, 2), 48, 64, 42, 4096, frame_multiple=8, max_size=(768, 1360))
+
+
+def test_tokens_of_two_latent_frames_are_filled_up() -> None:
+    """CogVideoX 1.5: the 21 latent frames of 81 become 22, as its pipeline has them, and its VAE decodes 8n+1 frames only."""
+    assert COGVIDEOX_15.latent_shape(81, 768, 1360) == (16, 22, 96, 170)
+    assert COGVIDEOX_15.num_tokens(81, 768, 1360) == 11 * 48 * 85
+    for frames in (1, 9, 81, 161):
+        COGVIDEOX_15.check_size("x", frames, 768, 1360)
+    for frames in (0, 5, 13, 85):
+        with pytest.raises(ConfigError, match=r"legal: 8n\+1"):
+            COGVIDEOX_15.check_size("x", frames, 768, 1360)
+
+
+@pytest.mark.parametrize(("size", "axis"), [((1360, 768), "height 1360"), ((768, 1376), "width 1376")])
+def test_more_than_there_are_positions_for(size: tuple[int, int], axis: str) -> None:
+    with pytest.raises(ConfigError, match=f"{axis} is more than this model has positions for; legal: multiples of 16 up to"):
+        COGVIDEOX_15.check_size("x", 81, *size)
 
 
 def test_neighbours_that_are_named_are_legal() -> None:
