@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from videoqat.config import TrainConfig, to_dict
 from videoqat.errors import CheckpointError
 from videoqat.training import state
 
@@ -46,6 +48,22 @@ def test_retention_keeps_the_last_and_leaves_torn_ones_alone(tmp_path: Path) -> 
     save(tmp_path, 1_000_000)
     assert [p.name for p in state.whole(tmp_path)] == ["step-000003", "step-1000000"]
     assert [p.name for p in state.torn(tmp_path)] == ["step-000002"]
+
+
+def test_an_old_checkpoint_that_can_not_be_removed_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 1)
+
+    def busy(path: Path, **kwargs: Any) -> None:
+        if not kwargs:  # not the look for leftovers before
+            raise OSError(16, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    save(tmp_path, 2, keep_last=1)
+    assert "WARNING: an older checkpoint can't be removed: [Errno 16] Device or resource busy" in capsys.readouterr().err
+    assert [p.name for p in state.whole(tmp_path)] == ["step-000002"]
+    assert state.torn(tmp_path) == {}
 
 
 def cut(path: Path, to: int) -> None:
@@ -103,6 +121,10 @@ KILL = {
     "before the marker": "w = state.write_json; state.write_json = lambda p, d: die() if p.name == 'COMMITTED' else w(p, d)",
     "before the rename": "os.rename = die",
 }
+KILL_LATER = {  # by then the new one is whole, and the old one must be either whole or gone
+    "before the old one is removed": "state._remove_old = die",
+    "in the removal of the old one": "import shutil; shutil.rmtree = lambda p, **k: (os.unlink(p / 'COMMITTED'), die()) if not k else None",
+}
 
 
 def test_a_killed_save_leaves_the_older_checkpoints_and_no_new_one(tmp_path: Path) -> None:
@@ -120,7 +142,7 @@ for name, patch in json.loads(sys.argv[2]).items():
         os._exit(0)
     assert os.WTERMSIG(os.wait()[1]) == signal.SIGKILL, name
 """
-    subprocess.run([sys.executable, "-c", program, str(tmp_path), json.dumps(KILL)], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program, str(tmp_path), json.dumps(KILL | KILL_LATER)], check=True, timeout=120)
     for name in KILL:
         folder = tmp_path / name
         assert sorted(p.name for p in folder.iterdir()) == [".step-000002.partial", "step-000001"], name
@@ -128,6 +150,12 @@ for name, patch in json.loads(sys.argv[2]).items():
         assert state.torn(folder) == {}, name
         state.remove_leftovers(folder)
         assert [p.name for p in folder.iterdir()] == ["step-000001"], name
+    for name in KILL_LATER:
+        folder = tmp_path / name
+        assert state.whole(folder)[-1].name == "step-000002", name
+        assert state.torn(folder) == {}, name
+        state.remove_leftovers(folder)
+        assert not list(folder.glob(".*")), name
 
 
 def test_disk_full_is_one_line_and_older_checkpoints_stay(tmp_path: Path) -> None:
@@ -160,7 +188,7 @@ def identity(**changes: Any) -> dict[str, Any]:
         target = copy
         for parent in parents:
             target = target[parent]
-        target[last] = value
+        target[last] = json.loads(json.dumps(value))
     return copy
 
 
@@ -180,9 +208,38 @@ def test_resuming_another_training_is_refused_and_both_are_named(changes: dict[s
         state.check_resumable(Path("step-1"), identity(), identity(**changes))
 
 
-def test_length_places_and_logging_may_change() -> None:
-    moved = identity(config__model__path="moved", config__cache="moved", config__train__steps=9, config__recipe="copy.yaml")
-    state.check_resumable(Path("step-1"), identity(), moved)
+def test_all_that_does_not_decide_the_numbers_may_change() -> None:
+    """Every setting of training is here: one that is added must be put on one side or the other."""
+    whole = identity(config=to_dict(TrainConfig(cache="c", out="o")))
+    assert whole["config"]["parallel"] != {}
+    free = {"model.path", "cache", "out", "recipe"} | {
+        f"train.{key}"
+        for key in (
+            *("steps", "log_every", "save_every", "keep_last", "health_every", "profile_every", "resume"),
+            *("async_save", "activation_checkpointing", "offload_block_inputs", "compile"),
+        )
+    }
+    for key, value in state._flat(whole["config"]):
+        changed = identity(config=whole["config"], **{"config__" + key.replace(".", "__"): [value]})
+        if key in free or key.startswith(("parallel.", "validation.", "runtime.")):
+            state.check_resumable(Path("step-1"), whole, changed)
+        else:
+            with pytest.raises(CheckpointError, match=f"it has {re.escape(f'{key}={value!r}, not')}"):
+                state.check_resumable(Path("step-1"), whole, changed)
+
+
+def test_another_number_of_ranks_must_not_change_the_global_batch() -> None:
+    was, wants = (identity(config__train__global_batch_size=size) for size in (4, 2))
+    cure = r"train.global_batch_size=4, not 2 \(0 stands for train.batch_size on each data-parallel rank, .* train.global_batch_size=4 continues"
+    with pytest.raises(CheckpointError, match=cure):
+        state.check_resumable(Path("step-1"), was, wants)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_as_such() -> None:
+    was = identity(config__train={"steps": 5, "seed": 0, "accumulation": 2, "autocast": "none"})
+    expected = r"^step-1 was written by another version .* \(train.accumulation=2, train.autocast='none'\), and can't be resumed; .* or export it"
+    with pytest.raises(CheckpointError, match=expected):
+        state.check_resumable(Path("step-1"), was, identity())
 
 
 def test_the_marker_lists_every_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """A checkpoint of a training run as a diffusers folder: the base pipeline with the trained transformer in it, and `videoqat.json` beside them.
 
-The folder is written aside, its transformer is loaded back strictly and compared tensor by tensor, and only then is it given its name.
+One process does it, whatever the number that trained: it reads the weights, and nothing of the optimiser. The folder is written aside, its
+transformer is loaded back strictly and compared tensor by tensor, and only then is it given its name.
 """
 
 import json
@@ -10,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from videoqat.config import ExportConfig, require
-from videoqat.console import say
+from videoqat.console import is_rank_zero, say
 from videoqat.errors import CheckpointError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import ModelFamily, family_of
@@ -57,24 +58,26 @@ def _check(config: ExportConfig) -> _Source:
 
 def _trained_transformer(source: _Source) -> nn.Module:
     """The transformer with the checkpoint's weights, each in the dtype that it has in the base folder."""
-    transformer = source.family.load_transformer(source.base, source.component, dtype=torch.float32, from_scratch=True)
-    state.load(source.checkpoint, {"model": transformer.state_dict()})
-    if source.weights == "ema":
-        state.load(source.checkpoint, {"ema": {name: parameter.data for name, parameter in transformer.named_parameters()}})
-    dtypes = _stored_dtypes(source.base / source.component)
-    for name, parameter in transformer.named_parameters():
-        parameter.data = parameter.data.to(dtypes.get(name, torch.float32))
+    transformer = source.family.build(source.base, source.component)
+    dtypes, stored = _stored_dtypes(source.base / source.component), state.tensor_keys(source.checkpoint)
+    tensors = {name: torch.empty(tensor.shape, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in transformer.state_dict().items()}
+    parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
+    for name, tensor in tensors.items():
+        # Buffers have no average.
+        parts["ema" if source.weights == "ema" and f"ema.{name}" in stored else "model"][name] = tensor
+    state.load(source.checkpoint, parts)
+    transformer.load_state_dict(tensors, assign=True)
     return transformer
 
 
 def _stored_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in the folder's safetensors files, from their headers."""
+    """The dtype of each tensor of floating point numbers in the folder's safetensors files, from their headers."""
     found: dict[str, torch.dtype] = {}
-    names = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+    floats = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
     for path in folder.glob("*.safetensors"):
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        found |= {name: names.get(entry["dtype"], torch.float32) for name, entry in header.items() if name != "__metadata__"}
+        found |= {name: floats[entry["dtype"]] for name, entry in header.items() if entry.get("dtype") in floats}
     return found
 
 
@@ -116,14 +119,16 @@ def export(config: ExportConfig) -> dict[str, Any]:
     """Writes `config.out`, a diffusers folder, from a run's checkpoint.
 
     VAE, text encoder, scheduler and, of a pair, the other transformer are copied whole, not linked:
-    tools that write weights in place would otherwise change the base through the export.
+    tools that write weights in place would otherwise change the base through the export. Under torchrun rank 0 alone works.
 
     Returns:
-        `out`, `checkpoint`, `weights` (ema or raw), `recipe`, `steps`, `loss`, `tensors` (how many were compared).
+        On rank 0 `out`, `checkpoint`, `weights` (ema or raw), `recipe`, `steps`, `loss`, `tensors` (how many were compared).
 
     Raises:
         UserError: `out` exists, or run, checkpoint or base can't be used; nothing is written then.
     """
+    if not is_rank_zero():
+        return {}
     source = _check(config)
     transformer = _trained_transformer(source)
     record = _record(source)

@@ -69,11 +69,13 @@ def _quiet() -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line; DCP wraps what went wrong on each rank."""
+    """The cause in one line, with the rank that met it. DCP wraps what went wrong on each rank, and tells it to all."""
+    rank = 0 if _no_dist() else dist.get_rank()
     if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
+        rank, (error, _) = next(iter(error.failures.items()))
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return text.splitlines()[0]
+    alone = _no_dist() or dist.get_world_size() == 1
+    return text.splitlines()[0] + ("" if alone else f" (rank {rank})")
 
 
 @contextlib.contextmanager
@@ -88,10 +90,8 @@ def _all_or_none(final: Path, group: dist.ProcessGroup | None) -> Iterator[None]
     if not _no_dist():
         reasons *= dist.get_world_size(group)
         dist.all_gather_object(reasons, reasons[0], group=group)
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            where = f" (rank {rank})" if len(reasons) > 1 else ""
-            raise CheckpointError(f"checkpoint {final} can't be written: {reason}{where}; older checkpoints are untouched") from error
+    for reason in filter(None, reasons):
+        raise CheckpointError(f"checkpoint {final} can't be written: {reason}; older checkpoints are untouched") from error
 
 
 def _aside(final: Path) -> Path:
