@@ -22,6 +22,7 @@ from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.models import loading
 from videoqat.models.schedules import TRAIN_TIMESTEPS, VPrediction, timestep
 from videoqat.models.spec import AttentionLayer, Geometry, read_model_json
+from videoqat.parallel.sharding import compute_dtype
 from videoqat.parallel.ulysses import Ulysses, attend_joint
 from videoqat.recipes import AttentionRecipe
 
@@ -155,19 +156,27 @@ class CogVideoXFamily:
         self._require_component(folder, component)
         return loading.load_transformer(CogVideoXTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
 
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+    def build(self, folder: str | Path, component: str) -> nn.Module:
+        """`CogVideoXTransformer3DModel` from its configuration."""
+        from diffusers import CogVideoXTransformer3DModel
+
+        self._require_component(folder, component)
+        return loading.build(CogVideoXTransformer3DModel, folder, component)
+
+    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
         """The `CogVideoXPipeline` without its transformer: what encodes is then exactly what will generate."""
-        return self._pipeline(folder, device, dtype, None)
+        left_out = {"transformer": None} | ({} if text_encoder else {"text_encoder": None})
+        return self._pipeline(folder, device, dtype, **left_out)
 
     def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
         """The whole `CogVideoXPipeline`, its transformer loaded strictly."""
-        return self._pipeline(folder, device, dtype, self.load_transformer(folder, "transformer", dtype=dtype))
+        return self._pipeline(folder, device, dtype, transformer=self.load_transformer(folder, "transformer", dtype=dtype))
 
-    def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, transformer: nn.Module | None) -> Any:
+    def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from diffusers import CogVideoXPipeline
 
         dtypes = {"vae": torch.float32, "default": dtype}
-        pipeline = CogVideoXPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, transformer=transformer)
+        pipeline = CogVideoXPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
         # This pipeline hands its VAE latents in the transformer's dtype, whatever the VAE's own.
         pipeline.vae.decoder.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
         pipeline.frames_per_token = self.geometry(folder).patch[0]  # for `encode_video`
@@ -222,19 +231,18 @@ class CogVideoXFamily:
         return VPrediction(getattr(diffusers, config["_class_name"]).from_config(config).alphas_cumprod)
 
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
-        """v, in the transformer's dtype, at the discrete time of t (`schedules.timestep`)."""
+        """v, in the dtype of the transformer's arithmetic, at the discrete time of t (`schedules.timestep`)."""
         from diffusers import CogVideoXPipeline
 
-        config, dtype = transformer.config, transformer.dtype
+        config, dtype = transformer.config, compute_dtype(transformer)
         rotary = None
         if config.use_rotary_positional_embeddings:  # type: ignore[union-attr]
             # The pipeline's own method, so that training sees the tables that generation will. Height and width are those of latents already.
             stand_in: Any = SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=1)
             frames, height, width = x_BCFHW.shape[2:]
             rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(stand_in, height, width, frames, x_BCFHW.device)
-        x_BFCHW = x_BCFHW.transpose(1, 2).to(dtype)  # type: ignore[call-overload]
-        text_BLD = text_BLD.to(dtype)  # type: ignore[call-overload]
-        prediction_BFCHW = transformer(x_BFCHW, text_BLD, timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
+        x_BFCHW = x_BCFHW.transpose(1, 2).to(dtype)
+        prediction_BFCHW = transformer(x_BFCHW, text_BLD.to(dtype), timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
         return prediction_BFCHW.transpose(1, 2)  # type: ignore[no-any-return]
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:

@@ -30,3 +30,12 @@ def load_transformer(model_class: Any, folder: str | Path, component: str, *, dt
         shapes = {key: value.shape for key, value in model_class.from_config(config).state_dict().items()}
     check_weights(Path(folder) / component, shapes, tuple(model_class._keys_to_ignore_on_load_unexpected or ()))
     return model_class.from_pretrained(folder, subfolder=component, dtype=dtype, local_files_only=True).eval()
+
+
+def build(model_class: Any, folder: str | Path, component: str) -> nn.Module:
+    """`ModelFamily.build` for a diffusers class: what its configuration says, without numbers. Buffers, which no file holds, are real ones."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model: nn.Module = model_class.from_config(read_model_json(folder, f"{component}/config.json"))
+    return model.eval()

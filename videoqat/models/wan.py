@@ -9,7 +9,6 @@ same function as one time for each sample. Its image-conditioned mode, where the
 """
 
 import functools
-import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
+from videoqat.models import loading
 from videoqat.models.schedules import FlowMatching
-from videoqat.models.spec import AttentionLayer, Geometry, check_weights, read_model_json
+from videoqat.models.spec import AttentionLayer, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
 from videoqat.parallel.ulysses import Ulysses, attend
 from videoqat.recipes import AttentionRecipe
@@ -172,33 +172,19 @@ class WanFamily:
         from diffusers import WanTransformer3DModel
 
         self._require_component(folder, component)
-        config = read_model_json(folder, f"{component}/config.json")
-        if from_scratch:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                model = WanTransformer3DModel.from_config(config)
-            for name, parameter in itertools.chain(model.named_parameters(), model.named_buffers()):
-                if not any(part in name.split(".") for part in model._keep_in_fp32_modules):
-                    parameter.data = parameter.data.to(dtype)
-            return model.eval()
-        with torch.device("meta"):
-            shapes = {key: value.shape for key, value in WanTransformer3DModel.from_config(config).state_dict().items()}
-        ignored = tuple(WanTransformer3DModel._keys_to_ignore_on_load_unexpected)
-        check_weights(Path(folder) / component, shapes, ignored)
-        return WanTransformer3DModel.from_pretrained(folder, subfolder=component, dtype=dtype, local_files_only=True).eval()
+        return loading.load_transformer(WanTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
 
     def build(self, folder: str | Path, component: str) -> nn.Module:
-        """`WanTransformer3DModel`, from its configuration."""
-        from accelerate import init_empty_weights
+        """`WanTransformer3DModel` from its configuration."""
         from diffusers import WanTransformer3DModel
 
         self._require_component(folder, component)
-        with init_empty_weights(include_buffers=False):
-            return WanTransformer3DModel.from_config(read_model_json(folder, f"{component}/config.json")).eval()
+        return loading.build(WanTransformer3DModel, folder, component)
 
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
+    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
         """The `WanPipeline` without its transformers: what encodes is then exactly what will generate."""
-        return self._pipeline(folder, device, dtype, transformer=None, transformer_2=None)
+        left_out = {"transformer": None, "transformer_2": None} | ({} if text_encoder else {"text_encoder": None})
+        return self._pipeline(folder, device, dtype, **left_out)
 
     def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
         """The whole `WanPipeline`, its transformers loaded strictly."""
@@ -206,12 +192,12 @@ class WanFamily:
         transformers = {name: self.load_transformer(folder, name, dtype=dtype) for name in components}
         return self._pipeline(folder, device, dtype, **transformers)
 
-    def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **transformers: nn.Module | None) -> Any:
+    def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from diffusers import WanPipeline
 
         # The VAE stays in float32: its causal convolutions lose visible quality in 16 bits, and it is a small part of the time.
         dtypes = {"vae": torch.float32, "default": dtype}
-        pipeline = WanPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, **transformers)
+        pipeline = WanPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
         return pipeline.to(device)
 
     @torch.no_grad()

@@ -1,14 +1,16 @@
 """AdamW, its schedule, clipping and the moving average of the weights.
 
-Weights, gradients, moments and average are fp32 (the master weights *are* the parameters; autocast makes the bf16 copies). The learning rate is a
+Weights, gradients, moments and average are fp32 and sharded alike; all that is done to them is done to each rank's own shards. The learning rate is a
 pure function of the step, so no scheduler has a state that could be saved or restored wrongly.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from videoqat.config import OptimizerConfig
@@ -34,22 +36,45 @@ def learning_rate(cfg: OptimizerConfig, step: int, steps: int) -> float:
     return cfg.lr * (cfg.final_lr_ratio + (1 - cfg.final_lr_ratio) * left)
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The L2 norm over all gradients together, a scalar tensor; clips nothing."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+def _locals(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """This rank's part of each sharded tensor; None is left out."""
+    return [x.to_local() if isinstance(x, DTensor) else x for x in tensors if x is not None]
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
+    """The L2 norm over all gradients together, whatever they are sharded over; the same on all ranks; clips nothing."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    squared = torch.nn.utils.get_total_norm(_locals(gradients)).square()
+    for gradient in gradients[:1]:
+        if isinstance(gradient, DTensor):
+            # Replicas hold the same: the last axis of the mesh is the one that gradients are sharded over.
+            dist.all_reduce(squared, group=gradient.device_mesh.get_group(gradient.device_mesh.ndim - 1))
+    return squared.sqrt().item()
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], clip_norm: float, norm: float) -> None:
+    """Scales the gradients, whose norm is `norm`, to `clip_norm` if that is smaller. The factor is torch's own, clip_norm / (norm + 1e-6)."""
+    gradients = _locals(parameter.grad for parameter in parameters)
+    factor = clip_norm / (norm + 1e-6)
+    if factor < 1 and gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 class Ema:
-    """Exponential moving average of a model's parameters: average = decay * average + (1 - decay) * parameter, after each optimiser step.
+    """Exponential moving average of parameters: average = decay * average + (1 - decay) * parameter, after each optimiser step.
 
-    `tensors` maps parameter names to tensors like them (fp32, as the master weights are); it starts at the initial weights.
+    `tensors` maps parameter names to tensors like them (fp32 and sharded, as the master weights are); it starts at the initial weights. The
+    average of a frozen parameter is that parameter itself.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
-        self.tensors = {name: p.detach().clone() for name, p in model.named_parameters()}
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self.tensors = {name: p.detach().clone() if p.requires_grad else p.detach() for name, p in parameters.items()}
         self._update = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        """Takes the model's present weights in."""
-        self._update(list(self.tensors.values()), [p.detach() for p in model.parameters()], None)
+    def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Takes the parameters' present values in."""
+        trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        self._update(_locals(self.tensors[name] for name in trained), _locals(parameters[name] for name in trained), None)
