@@ -64,8 +64,9 @@ class CogVideoXProcessor:
             raise AttentionError(f"{self.layer}: CogVideoX's attention takes no mask")
         lengths = (encoder_hidden_states.shape[1], hidden_states.shape[1])
         q_BNHD, k_BNHD, v_BNHD = _project(attn, torch.cat([encoder_hidden_states, hidden_states], dim=1))
-        if attn.norm_q is not None:
-            q_BNHD, k_BNHD = attn.norm_q(q_BNHD), attn.norm_k(k_BNHD)
+        if attn.norm_q is not None:  # head by head: the gradients of its weights are sums over tokens in this order
+            q_BNHD = attn.norm_q(q_BNHD.transpose(1, 2)).transpose(1, 2)
+            k_BNHD = attn.norm_k(k_BNHD.transpose(1, 2)).transpose(1, 2)
         (q_text, q), (k_text, k), (v_text, v) = (x.split(lengths, dim=1) for x in (q_BNHD, k_BNHD, v_BNHD))
         if image_rotary_emb is not None:
             q, k = (self._rotate(x, image_rotary_emb) for x in (q, k))
