@@ -27,7 +27,7 @@ from videoqat.console import progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.data.video_io import write_video
 from videoqat.errors import UserError
-from videoqat.evaluation import fidelity, validation
+from videoqat.evaluation import fidelity
 from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
@@ -35,6 +35,7 @@ from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_size, choose_recipe
 from videoqat.provenance import commit, device_name, provenance, versions
 from videoqat.recipes import get_recipe
+from videoqat.training import validation
 
 WARM_UP_STEPS = 3  # denoising steps of the untimed first video; its attention inputs are where errors per layer are measured
 

@@ -2,10 +2,13 @@
 
 The loss of one model varies far more from clip to clip and from time to time than 4-bit attention changes it. Its *difference* to another model's
 loss on the same (clip, noise, time) varies little; means, errors and intervals below are of these differences.
+
+`videoqat compare` holds whole models against each other in this way, and a training its own weights under bf16 and under its recipe.
 """
 
+import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +23,29 @@ from videoqat.data.dataset import CachedVideos, sample_generator
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import DataError, NonFiniteLoss
 from videoqat.models.spec import ModelFamily
-from videoqat.training.objective import flow_matching_loss, time_at_quantile
+from videoqat.parallel.mesh import Mesh
+from videoqat.training.objective import TimeRange, flow_matching_loss, time_at_quantile, time_quantiles
 
 SEED = 20_000  # of the noise and the times; the same for every comparison, so that losses of several reports can be held side by side
 BOOTSTRAP_RESAMPLES = 2000
 
 
-def check_cache(folder: str, models: Iterable[str]) -> None:
-    """Requires that the cache in `folder` was made with the VAE and text encoder of every one of `models`.
+def check_cache(folder: str, models: Iterable[str], key: str = "validation_cache") -> CachedVideos:
+    """The cache in `folder`, which the setting `key` names, if it was made with the VAE and text encoder of every one of `models`.
 
     Raises:
         DataError: no cache, an empty one, or one made with others.
     """
     cache = CachedVideos(folder)
     if not len(cache):
-        raise DataError(f"validation_cache={folder!r} holds no samples")
+        raise DataError(f"{key}={folder!r} holds no samples")
     for model in dict.fromkeys(models):
         if encoder_fingerprint(model) != cache.settings["encoder_fingerprint"]:
             made_with = cache.settings.get("model")
             raise DataError(
-                f"validation_cache={folder!r} was made with another VAE or text encoder ({made_with}) than that of {model}; preprocess again"
+                f"{key}={folder!r} was made with another VAE or text encoder ({made_with}) than that of {model}; preprocess again"
             )
+    return cache
 
 
 def choose_samples(num_cached: int, wanted: int) -> list[int]:
@@ -49,17 +54,22 @@ def choose_samples(num_cached: int, wanted: int) -> list[int]:
     return [i * num_cached // count for i in range(count)]
 
 
-def draw_stratified(cfg: ObjectiveConfig, sample_index: int, latents_CFHW: Tensor, num_times: int) -> tuple[Tensor, Tensor]:
-    """Noise (K, C, F, H, W) fp32 and flow times (K,) fp32 of one clip: a pure function of the arguments.
+def stratified_times(cfg: ObjectiveConfig, sample_index: int, num_times: int, time_range: TimeRange = (0.0, 1.0)) -> list[float]:
+    """Flow times of one clip: a pure function of the arguments.
 
-    The K times are stratified: one is drawn from each of K equally likely parts of the training's time distribution (`cfg`, flow shift included), so
-    that few times already cover all noise levels and the mean estimates the training loss.
+    One is drawn from each of `num_times` equally likely parts of the training's time distribution (`cfg`, flow shift included, within `time_range`),
+    so that few times already cover all noise levels and the mean estimates the training loss.
     """
-    noise_generator = sample_generator(SEED, 0, sample_index, "validation noise")
-    noise_KCFHW = torch.randn((num_times, *latents_CFHW.shape), generator=noise_generator)
     jitter_K = torch.rand(num_times, generator=sample_generator(SEED, 0, sample_index, "validation time"), dtype=torch.float64)
-    quantile_K = (torch.arange(num_times) + jitter_K) / num_times
-    return noise_KCFHW, torch.tensor([time_at_quantile(cfg, quantile) for quantile in quantile_K.tolist()])
+    low, high = time_quantiles(cfg, time_range)
+    quantile_K = low + (high - low) * (torch.arange(num_times) + jitter_K) / num_times
+    times = [time_at_quantile(cfg, quantile) for quantile in quantile_K.tolist()]
+    return [min(max(t, time_range[0]), time_range[1]) for t in times]  # rounding at the ends hands no expert another's times
+
+
+def stratified_noise(sample_index: int, latents_CFHW: Tensor, num_times: int) -> Tensor:
+    """Noise (K, C, F, H, W) fp32 for one clip's K times: a pure function of the clip's index and the sizes."""
+    return torch.randn((num_times, *latents_CFHW.shape), generator=sample_generator(SEED, 0, sample_index, "validation noise"))
 
 
 @torch.no_grad()
@@ -72,10 +82,16 @@ def paired_losses(
     *,
     samples: list[int],
     num_times: int,
+    time_range: TimeRange = (0.0, 1.0),
     batch_size: int = 4,
+    mesh: Mesh | None = None,
+    before_forward: Callable[[], None] = lambda: None,
     desc: str = "validation loss",
 ) -> NDArray[np.float64]:
     """Flow-matching losses (samples, times) of one model, as it stands with the recipe installed in it. Captions are never dropped.
+
+    With a mesh, ranks divide the forwards among them: each goes through equally many, since a forward of sharded weights takes all ranks, and those
+    that fill up a rank's share count for nothing. What is computed in one forward does not depend on the layout.
 
     Args:
         family, folder: of the model; where times are split between two transformers, each is asked for its own.
@@ -84,36 +100,53 @@ def paired_losses(
         objective: the times' distribution.
         samples: indices into the cache.
         num_times: stratified times per clip.
+        time_range: what all `transformers` together serve.
         batch_size: how many times of one clip run at once; memory and speed, not the result.
+        mesh: of the ranks that all call this, None for a process of its own.
+        before_forward: called before each; what it raises (on all ranks together) ends the call.
+
+    Returns:
+        All losses, on every rank.
 
     Raises:
-        NonFiniteLoss: a loss is NaN or inf.
+        NonFiniteLoss: a loss is NaN or inf; on every rank.
     """
     ranges = {name: family.flow_time_range(folder, name) for name in transformers}
     max_tokens = int(cache.settings["max_text_tokens"])
+    times = [stratified_times(objective, index, num_times, time_range) for index in samples]
+    work = []  # row, transformer, which of the row's times
+    for row, t_K in enumerate(times):
+        for name, (low, high) in ranges.items():
+            mine = [k for k, t in enumerate(t_K) if low <= t < high or (t >= high == 1.0)]
+            work += [(row, name, mine[at : at + batch_size]) for at in range(0, len(mine), batch_size)]
+
+    @functools.lru_cache(maxsize=1)
+    def load(row: int) -> tuple[Tensor, Tensor, Tensor]:
+        sample = cache.load(samples[row])
+        return sample["latents"], stratified_noise(samples[row], sample["latents"], num_times), family.pad_text([sample["text"]], max_tokens)
+
+    rank, ranks = (mesh.dp_rank, mesh.layout.dp) if mesh else (0, 1)
     losses = np.zeros((len(samples), num_times))
-    for row, index in enumerate(progress(samples, desc=desc, unit="clip")):
-        sample = cache.load(index)
-        latents_CFHW, text_LD = sample["latents"], sample["text"]
-        noise_KCFHW, t_K = draw_stratified(objective, index, latents_CFHW, num_times)
-        text_1LD = family.pad_text([text_LD], max_tokens)
-        for name, transformer in transformers.items():
-            low, high = ranges[name]
-            mine = [k for k, t in enumerate(t_K.tolist()) if low <= t < high or (t >= high == 1.0)]
-            device = next(transformer.parameters()).device
-            for at in range(0, len(mine), batch_size):
-                part = mine[at : at + batch_size]
-                loss_B = flow_matching_loss(
-                    family,
-                    transformer,
-                    latents_CFHW.expand(len(part), *latents_CFHW.shape).to(device),
-                    noise_KCFHW[part].to(device),
-                    t_K[part].to(device),
-                    text_1LD.expand(len(part), -1, -1).to(device),
-                )
-                losses[row, part] = loss_B.double().cpu().numpy()
+    for at in progress(range(0, len(work), ranks), desc=desc, unit="forward"):
+        before_forward()
+        row, name, part = work[min(at + rank, len(work) - 1)]
+        latents_CFHW, noise_KCFHW, text_1LD = load(row)
+        device = next(transformers[name].parameters()).device
+        loss_B = flow_matching_loss(
+            family,
+            transformers[name],
+            latents_CFHW.expand(len(part), *latents_CFHW.shape).to(device),
+            noise_KCFHW[part].to(device),
+            torch.tensor([times[row][k] for k in part], device=device),
+            text_1LD.expand(len(part), -1, -1).to(device),
+        )
+        if at + rank < len(work):
+            losses[row, part] = loss_B.double().cpu().numpy()
+    if mesh:
+        losses = mesh.sum_over_dp(torch.from_numpy(losses).to(mesh.device)).cpu().numpy()
+    for row, index in enumerate(samples):
         if not np.isfinite(losses[row]).all():
-            raise NonFiniteLoss(f"{desc}: {folder} yields NaN or inf on clip {cache.samples[index].id}, flow times {t_K.tolist()}")
+            raise NonFiniteLoss(f"{desc}: {folder} yields NaN or inf on clip {cache.samples[index].id}, flow times {times[row]}")
     return losses
 
 
