@@ -57,17 +57,17 @@ class RuntimeConfig:
 
 @dataclass
 class ObjectiveConfig:
-    """Flow matching: x_t = (1 - t) x_0 + t noise, target noise - x_0."""
+    """How training draws times t in [0, 1], from data to noise; how the two are mixed and what is predicted belongs to the model."""
 
-    flow_shift: float = 3.0
-    timestep_sampling: str = "logit_normal"
+    flow_shift: float = 0.0  # 0: as the folder's scheduler has it, which is none with v-prediction (CogVideoX)
+    timestep_sampling: str = "auto"  # auto (logit_normal for flow matching, uniform for v-prediction) | logit_normal | uniform
     logit_mean: float = 0.0
     logit_std: float = 1.0
     caption_dropout: float = 0.1
 
     def validate(self) -> None:
-        require(self.flow_shift > 0, "objective.flow_shift", self.flow_shift, "above 0")
-        choice("objective.timestep_sampling", self.timestep_sampling, ("logit_normal", "uniform"))
+        require(self.flow_shift >= 0, "objective.flow_shift", self.flow_shift, "0 (the model's own) or above")
+        choice("objective.timestep_sampling", self.timestep_sampling, ("auto", "logit_normal", "uniform"))
         require(self.logit_std > 0, "objective.logit_std", self.logit_std, "above 0")
         require(0 <= self.caption_dropout <= 1, "objective.caption_dropout", self.caption_dropout, "0 to 1")
 
@@ -83,13 +83,14 @@ class SamplingConfig:
     num_inference_steps: int = 20
     guidance_scale: float = 3.0
     negative_prompt: str = ""
-    flow_shift: float = 3.0
-    max_text_tokens: int = 0  # to which text is padded; 0: as the checkpoint was trained (videoqat.json), else 512
+    dynamic_guidance: bool = False  # CogVideoX: guidance that grows from step to step (its pipeline's use_dynamic_cfg)
+    flow_shift: float = 0.0  # 0: as the folder's scheduler has it; it must be 0 where that takes none (CogVideoX's DDIM and DPM)
+    max_text_tokens: int = 0  # to which text is padded; 0: as the checkpoint was trained (videoqat.json), else the model's own number
 
     def validate(self) -> None:
         check_frames("sampling.num_frames", self.num_frames)
         for key in ("height", "width", "num_inference_steps", "fps"):
             require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
         require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
-        require(self.flow_shift > 0, "sampling.flow_shift", self.flow_shift, "above 0")
+        require(self.flow_shift >= 0, "sampling.flow_shift", self.flow_shift, "0 (the folder's own) or above")
         require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")

@@ -33,9 +33,11 @@ from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_size, choose_recipe
+from videoqat.models.spec import family_of
 from videoqat.provenance import commit, device_name, provenance, versions
 from videoqat.recipes import get_recipe
 from videoqat.training import validation
+from videoqat.training.objective import resolve as resolve_objective
 
 WARM_UP_STEPS = 3  # denoising steps of the untimed first video; its attention inputs are where errors per layer are measured
 
@@ -144,6 +146,8 @@ def plan(config: CompareConfig) -> dict[str, Any]:
         entries.append({"name": entry.name, "model": entry.model, "recipe": recipe.name, **size, "receipt": receipt, "warnings": warnings})
     if config.validation_cache:
         validation.check_cache(config.validation_cache, [entry.model for entry in config.entries])
+        for entry in config.entries:
+            resolve_objective(config.objective, family_of(entry.model).noise_schedule(entry.model))
     _check_out(Path(config.out), _settings(config, prompts))
     videos = (len(config.entries) + 1) * len(prompts) * len(config.seeds)
     return {"entries": entries, "prompts": prompts, "seeds": list(config.seeds), "videos": videos, "device": str(device), "dtype": str(dtype)}
@@ -158,6 +162,8 @@ class Comparison:
         self.prompts = read_prompts(config.prompts)
         self.settings = _settings(config, self.prompts)
         self.cache = CachedVideos(config.validation_cache) if config.validation_cache else None
+        first = config.entries[0].model
+        self._schedule = family_of(first).noise_schedule(first)  # the times of every entry's losses: they are paired
         scenes = [(prompt, seed) for prompt in range(len(self.prompts)) for seed in config.seeds]
         self.tasks = [Task(i, prompt, seed) for i in range(len(config.entries)) for prompt, seed in scenes]
         self.tasks += [Task(0, prompt, seed, repeat=True) for prompt, seed in scenes]
@@ -240,7 +246,7 @@ class Comparison:
                 engine.folder,
                 engine.transformers,
                 self.cache,
-                self.config.objective,
+                resolve_objective(self.config.objective, self._schedule),
                 samples=validation.choose_samples(len(self.cache), self.config.validation_samples),
                 num_times=self.config.validation_timesteps,
                 desc=f"{entry.name}: validation loss",

@@ -1,28 +1,27 @@
 """A training job, checked: everything that can go wrong before weights are loaded goes wrong here.
 
-`train` and `train --dry-run` begin with the same `check`.
+`train` and `train --dry-run` begin with the same `check`. What a job will take is told by `memory.py` and `throughput.py`.
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from videoqat.attention.backends import Receipt, resolve
-from videoqat.config import TrainConfig, parse_bucket, require, to_dict
+from videoqat.attention.coded import packed_obstacle
+from videoqat.config import LoopConfig, TrainConfig, parse_bucket, require, to_dict
 from videoqat.data.dataset import BatchOrder, CachedVideos
 from videoqat.data.precompute import encoder_fingerprint
-from videoqat.errors import DataError
-from videoqat.models.install import install
+from videoqat.errors import ConfigError, DataError
+from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import Geometry, ModelFamily, family_of
+from videoqat.parallel.mesh import Layout, divisors, resolve_layout, world_size_from_launcher
 from videoqat.recipes import AttentionRecipe, get_recipe
+from videoqat.training.objective import resolve as resolve_objective
 from videoqat.training.objective import time_quantiles
-
-# Bytes that a transformer block keeps for its backward, per token and unit of width: measured on Wan blocks with a feed-forward 4 times as wide
-# (tests/test_training_job.py), with 4-bit attention or without.
-ACTIVATION_BYTES = {"none": 120, "bfloat16": 84}
 
 
 @dataclass(frozen=True)
@@ -30,11 +29,13 @@ class Job:
     """A configuration that fits its model, its cache and this machine. Nothing is loaded yet.
 
     Attributes:
-        config: as given.
+        config: as given, with what the objective leaves to the model filled in.
         recipe: what attention is trained for.
-        family, geometry: of the model.
+        family, geometry, schedule: of the model.
         time_range: flow times that the component serves.
         cache, order: the samples, and which of them each batch holds.
+        layout: of the processes.
+        accumulation: micro-batches of `train.batch_size` samples that each data-parallel rank adds up in a step.
         device: where it runs.
         receipt: the kernel that the quantised layers will get.
         model_fingerprint: of the transformer that training starts from (`transformer_fingerprint`).
@@ -44,9 +45,12 @@ class Job:
     recipe: AttentionRecipe
     family: ModelFamily
     geometry: Geometry
+    schedule: NoiseSchedule
     time_range: tuple[float, float]
     cache: CachedVideos
     order: BatchOrder
+    layout: Layout
+    accumulation: int
     device: torch.device
     receipt: Receipt
     model_fingerprint: str
@@ -100,82 +104,84 @@ def _check_cache(config: TrainConfig, cache: CachedVideos, geometry: Geometry) -
             raise DataError(f"cache={config.cache!r} does not fit model.path={config.model.path!r}: {holds}, the model {needs}")
 
 
-def check(config: TrainConfig) -> Job:
+def _layout(config: TrainConfig, world_size: int | None, num_heads: int, recipe: AttentionRecipe) -> Layout:
+    """The layout of `world_size` processes, or of those that torchrun started, if that is how many `parallel.world_size` wants."""
+    parallel = config.parallel
+    if world_size is None:
+        world_size = world_size_from_launcher()
+        legal = f"0, or {world_size}: as many as torchrun started (it is told by --nproc-per-node and --nnodes)"
+        require(parallel.world_size in (0, world_size), "parallel.world_size", parallel.world_size, legal)
+    layout = resolve_layout(parallel, world_size, num_heads)
+    obstacle = packed_obstacle(recipe)
+    if parallel.ulysses_wire == "packed" and obstacle is not None:
+        raise ConfigError(f"parallel.ulysses_wire=packed is not possible with recipe {recipe.name!r}: {obstacle}; legal: auto, bf16")
+    return layout
+
+
+def _accumulation(loop: LoopConfig, layout: Layout) -> int:
+    """Micro-batches of each data-parallel rank in a step."""
+    together = loop.batch_size * layout.dp
+    accumulation, over = divmod(loop.global_batch_size or together, together)
+    if over or accumulation == 0:
+        above = (accumulation + 1) * together
+        near = f"{above - together} or {above}" if accumulation else str(above)
+        fitting = ", ".join(map(str, divisors(loop.global_batch_size // loop.batch_size)))
+        raise ConfigError(
+            f"train.global_batch_size={loop.global_batch_size} = train.batch_size {loop.batch_size} * data-parallel positions {layout.dp} * "
+            f"accumulation does not hold; legal: a multiple of {together}, such as {near}, or dp_replicate * dp_shard one of {fitting} ({layout})"
+        )
+    return accumulation
+
+
+def check(config: TrainConfig, world_size: int | None = None) -> Job:
     """Checks `config` against model, cache and machine, without loading weights.
+
+    Args:
+        config: the job.
+        world_size: number of processes to check for, wherever this runs; None: those that torchrun started.
 
     Raises:
         UserError: what doesn't fit, with the legal values.
     """
     loop = config.train
     require(config.optimizer.warmup_steps <= loop.steps, "optimizer.warmup_steps", config.optimizer.warmup_steps, f"at most train.steps={loop.steps}")
-    legal = "auto or float32: the master weights are fp32; train.autocast chooses the arithmetic"
+    legal = "auto or float32: the master weights are fp32; train.compute_dtype chooses the arithmetic"
     require(config.runtime.dtype in ("auto", "float32"), "runtime.dtype", config.runtime.dtype, legal)
     folder, component = config.model.path, config.model.component
     family = family_of(folder)
     geometry = family.geometry(folder, component)
     time_range = family.flow_time_range(folder, component)
+    schedule = family.noise_schedule(folder)
+    config = replace(config, objective=resolve_objective(config.objective, schedule))
     time_quantiles(config.objective, time_range)
     recipe, (device, _) = get_recipe(config.recipe), config.runtime.resolve()
     beyond = [index for index in recipe.keep_layers if not 0 <= index < geometry.num_layers]
     require(not beyond, f"recipe {recipe.name!r}: keep_layers", beyond, f"blocks 0 to {geometry.num_layers - 1}")
-    dtype = torch.bfloat16 if loop.autocast == "bfloat16" else torch.float32
-    receipt = resolve(recipe, device, dtype, geometry.head_dim, config.runtime.kernel, training=True)
+    layout = _layout(config, world_size, geometry.num_heads, recipe)
+    accumulation = _accumulation(loop, layout)
+    receipt = resolve(recipe, device, getattr(torch, loop.compute_dtype), geometry.head_dim, config.runtime.kernel, training=True)
     cache = CachedVideos(config.cache)
     _check_cache(config, cache, geometry)
+    family.text_tokens(folder, int(cache.settings["max_text_tokens"]), f"cache={config.cache!r}: max_text_tokens")
+    order = BatchOrder(cache, loop.batch_size, loop.seed)
+    samples, wanted = order.batches_per_epoch * loop.batch_size, accumulation * layout.dp * loop.batch_size
+    if samples < wanted:
+        raise DataError(
+            f"cache={config.cache!r} is too small for one step: its {len(cache)} samples fill {order.batches_per_epoch} batches of "
+            f"train.batch_size={loop.batch_size} ({samples} samples), train.global_batch_size={wanted} takes {wanted}"
+        )
     return Job(
         config=config,
         recipe=recipe,
         family=family,
         geometry=geometry,
+        schedule=schedule,
         time_range=time_range,
         cache=cache,
-        order=BatchOrder(cache, loop.batch_size, loop.seed),
+        order=order,
+        layout=layout,
+        accumulation=accumulation,
         device=device,
         receipt=receipt,
         model_fingerprint=transformer_fingerprint(folder, component, weights=not config.from_scratch),
     )
-
-
-def estimate(job: Job) -> dict[str, Any]:
-    """What the job amounts to: parameters, tokens, steps and memory. The transformer is built on the meta device, without numbers."""
-    config, loop = job.config, job.config.train
-    with torch.device("meta"):
-        transformer = job.family.load_transformer(config.model.path, config.model.component, dtype=torch.float32, from_scratch=True)
-    num_parameters = sum(p.numel() for p in transformer.parameters())
-    layers = install(transformer, job.recipe, kernel=config.runtime.kernel, family=job.family)
-    tokens = {bucket: job.geometry.num_tokens(*parse_bucket("bucket", bucket)) for bucket in sorted({s.bucket for s in job.cache.samples})}
-    steps_per_epoch = job.order.batches_per_epoch / loop.accumulation
-    memory = memory_bytes(job, num_parameters, max(tokens.values()))
-    return {
-        "parameters": num_parameters,
-        "quantised_layers": [layer.name for layer in layers],
-        "recipe": job.recipe.name,
-        "kernel": job.receipt.to_dict(),
-        "device": str(job.device),
-        "samples": len(job.cache),
-        "tokens_per_sample": tokens,
-        "samples_per_step": loop.batch_size * loop.accumulation,
-        "steps_per_epoch": steps_per_epoch,
-        "epochs": loop.steps / steps_per_epoch,
-        "flow_time_range": list(job.time_range),
-        "memory_bytes": memory | {"total": sum(memory.values())},
-    }
-
-
-def memory_bytes(job: Job, num_parameters: int, num_tokens: int) -> dict[str, int]:
-    """Memory of one process, by what it is for; activations to within a factor of about 1.5.
-
-    Weights, gradients, two moments and the EMA take 4 bytes a parameter each, autocast's copies 2. A block keeps `ACTIVATION_BYTES` per token and
-    unit of width; with full activation checkpointing all blocks keep their input only (4 bytes), and one block at a time keeps everything.
-    """
-    loop = job.config.train
-    extent = loop.batch_size * num_tokens * job.geometry.num_heads * job.geometry.head_dim
-    block, blocks = ACTIVATION_BYTES[loop.autocast] * extent, job.geometry.num_layers
-    return {
-        "weights": 4 * num_parameters,
-        "gradients": 4 * num_parameters,
-        "moments": 8 * num_parameters,
-        "ema": 4 * num_parameters if job.config.optimizer.ema_decay else 0,
-        "autocast_copies": 2 * num_parameters if loop.autocast == "bfloat16" else 0,
-        "activations": block * blocks if loop.activation_checkpointing == "none" else 4 * extent * blocks + block,
-    }

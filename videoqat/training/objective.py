@@ -1,16 +1,15 @@
-"""Flow matching: what is drawn for each sample, and the loss.
+"""What is drawn for each sample, and its loss: mean (prediction - target)^2, weight 1.
 
-    x_t = (1 - t) x_0 + t noise        target = noise - x_0        loss = mean (prediction - target)^2, weight 1
-
-(rectified flow, arXiv 2209.03003; as Wan 2.1 and 2.2 are trained). The drawn time is warped once, by `flow_shift` s:
-t' = s t / (1 + (s - 1) t), which moves weight towards noise where videos are large (arXiv 2403.03206, section 5.3.2).
+What the model sees at time t and what it is to predict is its family's noise schedule (`models.schedules`): flow matching for Wan, v-prediction
+for CogVideoX. With flow matching the drawn time is warped once, by `flow_shift` s: t' = s t / (1 + (s - 1) t), which moves weight towards noise
+where videos are large (arXiv 2403.03206, section 5.3.2).
 
 Everything drawn for a sample is a pure function of (seed, epoch, sample index): two samples in one batch, or in two accumulated batches, or on
 two ranks, see the same noise; and the same clip loses its caption in one epoch but not in the next.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from videoqat.config import ObjectiveConfig
 from videoqat.data.dataset import sample_generator
 from videoqat.errors import ConfigError
+from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import ModelFamily
 
 TimeRange = tuple[float, float]
@@ -25,11 +25,24 @@ TimeRange = tuple[float, float]
 
 @dataclass(frozen=True)
 class Draw:
-    """What chance decides for one sample in one epoch: noise (C, F, H, W) fp32, flow time t in [0, 1], whether its caption is dropped."""
+    """What chance decides for one sample in one epoch: noise (C, F, H, W) fp32, time t in [0, 1], whether its caption is dropped."""
 
     noise_CFHW: Tensor
     t: float
     drop_caption: bool
+
+
+def resolve(cfg: ObjectiveConfig, schedule: NoiseSchedule) -> ObjectiveConfig:
+    """`cfg` with what it leaves to the model filled in; everything else here wants it so.
+
+    Raises:
+        ConfigError: a flow shift for a schedule to which it means nothing.
+    """
+    if schedule.flow_shift is None and cfg.flow_shift not in (0, 1):
+        why = f"this model is trained by {schedule.name}, which takes no flow shift"
+        raise ConfigError(f"objective.flow_shift={cfg.flow_shift:g} is not legal: {why}; legal: 0 (the model's own), 1 (none)")
+    sampling = schedule.timestep_sampling if cfg.timestep_sampling == "auto" else cfg.timestep_sampling
+    return replace(cfg, flow_shift=cfg.flow_shift or schedule.flow_shift or 1.0, timestep_sampling=sampling)
 
 
 def shift_time(t: float, flow_shift: float) -> float:
@@ -39,6 +52,8 @@ def shift_time(t: float, flow_shift: float) -> float:
 
 def time_at_quantile(cfg: ObjectiveConfig, quantile: float) -> float:
     """The (shifted) flow time below which this share of all drawn times lies: the inverse distribution function, in fp64."""
+    assert cfg.flow_shift > 0, "resolve it first"
+    assert cfg.timestep_sampling != "auto", "resolve it first"
     t = quantile
     if cfg.timestep_sampling == "logit_normal":
         t = torch.sigmoid(cfg.logit_mean + cfg.logit_std * torch.special.ndtri(torch.tensor(quantile, dtype=torch.float64))).item()
@@ -55,6 +70,7 @@ def time_quantiles(cfg: ObjectiveConfig, time_range: TimeRange) -> TimeRange:
     Raises:
         ConfigError: the range has no weight under this distribution.
     """
+    assert cfg.flow_shift > 0, "resolve it first"
     bounds = []
     for shifted in time_range:
         t = shifted / (cfg.flow_shift - (cfg.flow_shift - 1) * shifted)  # the inverse of shift_time
@@ -95,14 +111,18 @@ def draw(cfg: ObjectiveConfig, seed: int, epoch: int, sample_index: int, latents
     return Draw(noise_CFHW, t, uniform("caption") < cfg.caption_dropout)
 
 
-def flow_matching_loss(
-    family: ModelFamily, transformer: nn.Module, latents_BCFHW: Tensor, noise_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor
+def denoising_loss(
+    family: ModelFamily,
+    schedule: NoiseSchedule,
+    transformer: nn.Module,
+    latents_BCFHW: Tensor,
+    noise_BCFHW: Tensor,
+    t_B: Tensor,
+    text_BLD: Tensor,
 ) -> Tensor:
     """The loss of each sample, (B,) fp32: a step's loss is the mean over *all* its samples, however they are batched, so it is not reduced here.
 
-    Latents, noise and times are fp32; autocast, where wanted, is the caller's.
+    Latents, noise and times are fp32; the transformer computes in its own precision.
     """
-    t_B111 = t_B.float().view(-1, 1, 1, 1, 1)
-    x_BCFHW = (1 - t_B111) * latents_BCFHW + t_B111 * noise_BCFHW
-    prediction_BCFHW = family.forward(transformer, x_BCFHW, t_B, text_BLD)
-    return (prediction_BCFHW.float() - (noise_BCFHW - latents_BCFHW)).square().mean(dim=(1, 2, 3, 4))
+    prediction_BCFHW = family.forward(transformer, schedule.add_noise(latents_BCFHW, noise_BCFHW, t_B), t_B, text_BLD)
+    return (prediction_BCFHW.float() - schedule.target(latents_BCFHW, noise_BCFHW, t_B)).square().mean(dim=(1, 2, 3, 4))

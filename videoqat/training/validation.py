@@ -24,7 +24,7 @@ from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import DataError, NonFiniteLoss
 from videoqat.models.spec import ModelFamily
 from videoqat.parallel.mesh import Mesh
-from videoqat.training.objective import TimeRange, flow_matching_loss, time_at_quantile, time_quantiles
+from videoqat.training.objective import TimeRange, denoising_loss, time_at_quantile, time_quantiles
 
 SEED = 20_000  # of the noise and the times; the same for every comparison, so that losses of several reports can be held side by side
 BOOTSTRAP_RESAMPLES = 2000
@@ -42,9 +42,7 @@ def check_cache(folder: str, models: Iterable[str], key: str = "validation_cache
     for model in dict.fromkeys(models):
         if encoder_fingerprint(model) != cache.settings["encoder_fingerprint"]:
             made_with = cache.settings.get("model")
-            raise DataError(
-                f"{key}={folder!r} was made with another VAE or text encoder ({made_with}) than that of {model}; preprocess again"
-            )
+            raise DataError(f"{key}={folder!r} was made with another VAE or text encoder ({made_with}) than that of {model}; preprocess again")
     return cache
 
 
@@ -88,7 +86,7 @@ def paired_losses(
     before_forward: Callable[[], None] = lambda: None,
     desc: str = "validation loss",
 ) -> NDArray[np.float64]:
-    """Flow-matching losses (samples, times) of one model, as it stands with the recipe installed in it. Captions are never dropped.
+    """Losses (samples, times) of one model, as it stands with the recipe installed in it. Captions are never dropped.
 
     With a mesh, ranks divide the forwards among them: each goes through equally many, since a forward of sharded weights takes all ranks, and those
     that fill up a rank's share count for nothing. What is computed in one forward does not depend on the layout.
@@ -97,7 +95,7 @@ def paired_losses(
         family, folder: of the model; where times are split between two transformers, each is asked for its own.
         transformers: component name -> transformer, on the device where they run.
         cache: clips, made with the same VAE and text encoder (`check_cache`).
-        objective: the times' distribution.
+        objective: the times' distribution, resolved (`objective.resolve`).
         samples: indices into the cache.
         num_times: stratified times per clip.
         time_range: what all `transformers` together serve.
@@ -112,6 +110,7 @@ def paired_losses(
         NonFiniteLoss: a loss is NaN or inf; on every rank.
     """
     ranges = {name: family.flow_time_range(folder, name) for name in transformers}
+    schedule = family.noise_schedule(folder)
     max_tokens = int(cache.settings["max_text_tokens"])
     times = [stratified_times(objective, index, num_times, time_range) for index in samples]
     work = []  # row, transformer, which of the row's times
@@ -132,8 +131,9 @@ def paired_losses(
         row, name, part = work[min(at + rank, len(work) - 1)]
         latents_CFHW, noise_KCFHW, text_1LD = load(row)
         device = next(transformers[name].parameters()).device
-        loss_B = flow_matching_loss(
+        loss_B = denoising_loss(
             family,
+            schedule,
             transformers[name],
             latents_CFHW.expand(len(part), *latents_CFHW.shape).to(device),
             noise_KCFHW[part].to(device),
