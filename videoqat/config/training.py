@@ -82,6 +82,7 @@ class ParallelConfig:
     Weights, gradients and moments are sharded over dp_shard * sp and replicated dp_replicate times; sp is Ulysses sequence parallelism.
     """
 
+    world_size: int = 0  # processes this layout is for, and --dry-run answers for; 0: as many as torchrun starts
     engine: str = "fsdp"  # fsdp (FSDP2) | deepspeed (ZeRO)
     dp_replicate: int = 1
     dp_shard: int = -1  # -1: all processes that dp_replicate and sp leave
@@ -96,6 +97,7 @@ class ParallelConfig:
         choice("parallel.ulysses_wire", self.ulysses_wire, ("auto", "bf16", "packed"))
         for key in ("dp_replicate", "sp", "start_timeout_s", "step_timeout_s"):
             require(getattr(self, key) >= 1, f"parallel.{key}", getattr(self, key), "at least 1")
+        require(self.world_size >= 0, "parallel.world_size", self.world_size, "0 (as many as torchrun starts) or more")
         require(self.dp_shard == -1 or self.dp_shard >= 1, "parallel.dp_shard", self.dp_shard, "-1 (what is left) or at least 1")
         require(self.zero_stage in (1, 2, 3), "parallel.zero_stage", self.zero_stage, "1, 2, 3")
 

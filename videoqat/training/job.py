@@ -56,10 +56,17 @@ class Job:
     model_fingerprint: str
 
     @property
+    def samples_per_step(self) -> int:
+        """Over all ranks: `train.global_batch_size`, resolved."""
+        return self.config.train.batch_size * self.accumulation * self.layout.dp
+
+    @property
     def identity(self) -> dict[str, Any]:
         """What a checkpoint records, and what a resuming run must have equal (`state.check_resumable`)."""
+        config = to_dict(self.config)
+        config["train"]["global_batch_size"] = self.samples_per_step  # 0 would stand for another number in another layout
         return {
-            "config": to_dict(self.config),
+            "config": config,
             "recipe": self.recipe.to_dict(),
             "model_fingerprint": self.model_fingerprint,
             "cache_fingerprint": self.cache.fingerprint,
