@@ -23,7 +23,7 @@ def losses(run: str) -> list[float]:
 def test_triton_trains_what_the_torch_kernel_trains_on_the_cpu(make: Any, recipe: str) -> None:
     """The same noise and times on either device; bf16 on one side, so losses agree to a percent and not to the bit."""
     on_cpu = make("cpu", recipe=recipe)
-    changes = {"train__autocast": "bfloat16", "train__activation_checkpointing": "full", "train__health_every": 2, "runtime__device": "cuda"}
+    changes = {"train__compute_dtype": "bfloat16", "train__activation_checkpointing": "full", "train__health_every": 2, "runtime__device": "cuda"}
     on_gpu = make("gpu", recipe=recipe, **changes)
     train(on_cpu)
     result = train(on_gpu)
@@ -37,7 +37,7 @@ def test_triton_trains_what_the_torch_kernel_trains_on_the_cpu(make: Any, recipe
 
 def test_resumes_and_exports(make: Any, tmp_path: Path) -> None:
     """Stopped after two of four steps and started again; the losses are those of the run that never stopped."""
-    gpu = {"runtime__device": "cuda", "train__autocast": "bfloat16", "optimizer__ema_decay": 0.5, "train__save_every": 2}
+    gpu = {"runtime__device": "cuda", "train__compute_dtype": "bfloat16", "optimizer__ema_decay": 0.5, "train__save_every": 2}
     whole = make("whole", **gpu)
     train(whole)
     train(make("parts", train__steps=2, **gpu))

@@ -16,6 +16,7 @@ from videoqat.errors import TrainingDiverged
 from videoqat.training import state, trainer
 from videoqat.training.health import first_nonfinite, nonfinite_gradient
 from videoqat.training.runlog import read_log
+from videoqat.training.step import Run, Step
 from videoqat.training.trainer import train
 
 
@@ -24,9 +25,9 @@ def rows_of(config: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_health_is_there_when_it_is_due_finite_and_changes_no_number(make: Any, checkpointing: str, autocast: str) -> None:
-    settings = {"train__activation_checkpointing": checkpointing, "train__autocast": autocast, "train__accumulation": 2, "train__steps": 5}
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_health_is_there_when_it_is_due_finite_and_changes_no_number(make: Any, checkpointing: str, dtype: str) -> None:
+    settings = {"train__activation_checkpointing": checkpointing, "train__compute_dtype": dtype, "train__global_batch_size": 2, "train__steps": 5}
     watched, alone = make("watched", train__health_every=3, **settings), make("alone", train__health_every=0, **settings)
     train(watched)
     train(alone)
@@ -55,22 +56,27 @@ def test_health_sees_what_is_kept_in_high_precision(make: Any, tmp_path: Path) -
     assert "health" not in rows_of(plain)[0]  # nothing is quantised
 
 
-def inject(monkeypatch: pytest.MonkeyPatch, step: int, harm: Any) -> None:
-    """Calls harm(transformer) before `step`."""
-    original = trainer._step
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This process's part of a sharded tensor, here all of it."""
+    return tensor.detach().to_local()  # type: ignore[attr-defined, no-any-return]
 
-    def stepping(run: trainer.Run, number: int) -> dict[str, Any]:
+
+def inject(monkeypatch: pytest.MonkeyPatch, step: int, harm: Any) -> None:
+    """Calls harm(run) before `step`."""
+    original = trainer.take_step
+
+    def stepping(run: Run, number: int) -> Step:
         if number == step:
-            harm(run.transformer)
+            harm(run)
         return original(run, number)
 
-    monkeypatch.setattr(trainer, "_step", stepping)
+    monkeypatch.setattr(trainer, "take_step", stepping)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_nan_in_a_weight_stops_with_step_layer_and_last_checkpoint(make: Any, monkeypatch: pytest.MonkeyPatch, checkpointing: str) -> None:
-    def harm(transformer: nn.Module) -> None:
-        transformer.get_parameter("blocks.1.ffn.net.2.weight").data[3, 4] = math.nan
+    def harm(run: Run) -> None:
+        local(run.engine.transformer.get_parameter("blocks.1.ffn.net.2.weight"))[3, 4] = math.nan
 
     inject(monkeypatch, 3, harm)
     config = make("run", train__save_every=1, train__activation_checkpointing=checkpointing)
@@ -85,25 +91,35 @@ def test_nan_in_a_weight_stops_with_step_layer_and_last_checkpoint(make: Any, mo
 
 
 def test_inf_only_in_a_gradient_names_the_parameter_and_leaves_weights_alone(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: dict[str, torch.Tensor] = {}
+    before: dict[str, torch.Tensor] = {}
+    seen: dict[str, nn.Parameter] = {}
 
-    def harm(transformer: nn.Module) -> None:
-        transformer.get_parameter("blocks.0.attn1.to_k.weight").register_hook(lambda gradient: gradient * math.inf)
-        seen["transformer"] = transformer  # type: ignore[assignment]
-        seen.update({name: p.detach().clone() for name, p in transformer.named_parameters()})
+    def harm(run: Run) -> None:
+        norm = run.engine.gradient_norm
+
+        def norm_of_harmed() -> float:
+            gradient = run.engine.transformer.get_parameter("blocks.0.attn1.to_k.weight").grad
+            assert gradient is not None
+            local(gradient).mul_(math.inf)
+            return norm()
+
+        run.engine.gradient_norm = norm_of_harmed  # type: ignore[method-assign]
+        seen.update(run.engine.transformer.named_parameters())
+        before.update({name: local(p).clone() for name, p in seen.items()})
 
     inject(monkeypatch, 2, harm)
     with pytest.raises(
         TrainingDiverged, match=r"^step 2: loss is [\d.]+ and the gradient norm (nan|inf); .*gradient of blocks.0.attn1.to_k.weight; .*none was"
     ):
         train(make("run"))
-    for name, parameter in seen["transformer"].named_parameters():  # type: ignore[attr-defined]
-        assert torch.equal(parameter, seen[name]), name
+    assert seen
+    for name, parameter in seen.items():
+        assert torch.equal(local(parameter), before[name]), name
 
 
 def test_nan_that_no_module_made_is_put_at_what_it_goes_into(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def harm(transformer: nn.Module) -> None:
-        transformer.get_submodule("blocks.1.attn1.to_out.0").register_forward_pre_hook(lambda module, args: (args[0] * math.nan,))
+    def harm(run: Run) -> None:
+        run.engine.transformer.get_submodule("blocks.1.attn1.to_out.0").register_forward_pre_hook(lambda module, args: (args[0] * math.nan,))
 
     inject(monkeypatch, 2, harm)
     with pytest.raises(TrainingDiverged, match=r"step 2: .* in: input of blocks.1.attn1.to_out.0;"):
@@ -142,7 +158,7 @@ def test_first_nonfinite_names_the_innermost_and_leaves_no_hooks() -> None:
 
 
 def test_resuming_after_divergence_starts_at_the_last_good_checkpoint(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    inject(monkeypatch, 3, lambda transformer: next(transformer.parameters()).data.fill_(math.nan))
+    inject(monkeypatch, 3, lambda run: local(next(run.engine.transformer.parameters())).fill_(math.nan))
     config = make("run", train__save_every=2)
     with pytest.raises(TrainingDiverged):
         train(config)

@@ -11,11 +11,12 @@ from torch import nn
 from videoqat.config import ObjectiveConfig
 from videoqat.data.dataset import CachedVideos
 from videoqat.errors import DataError, NonFiniteLoss
-from videoqat.evaluation.validation import check_cache, choose_samples, draw_stratified, paired_losses, summarise
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
 from videoqat.training.objective import shift_time
+from videoqat.training.validation import check_cache, choose_samples, paired_losses, stratified_noise, stratified_times, summarise
 
+OBJECTIVE = ObjectiveConfig(timestep_sampling="logit_normal", flow_shift=3.0)
 UNIFORM = ObjectiveConfig(timestep_sampling="uniform", flow_shift=1.0)
 
 
@@ -38,7 +39,7 @@ def losses(model, transformers, cache, **changes):
     if isinstance(transformers, nn.Module):
         transformers = {"transformer": transformers}
     options = {"samples": [0, 1, 2], "num_times": 4, **changes}
-    return paired_losses(family_of(model), model, transformers, cache, ObjectiveConfig(), **options)
+    return paired_losses(family_of(model), model, transformers, cache, OBJECTIVE, **options)
 
 
 def test_the_same_model_twice_differs_by_exactly_nothing(model, transformer, cache):
@@ -84,37 +85,46 @@ def test_value_by_hand(tiny_pipeline, cache):
         torch.nn.init.zeros_(parameter)
     found = losses(tiny_pipeline, transformer, cache, samples=[1])
     latents = cache.load(1)["latents"]
-    noise, _ = draw_stratified(ObjectiveConfig(), 1, latents, 4)
+    noise = stratified_noise(1, latents, 4)
     assert found[0] == pytest.approx([(noise[k] - latents).square().mean().item() for k in range(4)], rel=1e-5)
     assert len(set(found[0])) == 4
 
 
 def test_times_are_stratified():
-    latents = torch.zeros(2, 1, 2, 2)
-    times = torch.stack([draw_stratified(UNIFORM, i, latents, 8)[1] for i in range(40)])
+    times = torch.tensor([stratified_times(UNIFORM, i, 8) for i in range(40)])
     for k in range(8):
         assert (times[:, k] >= k / 8).all()
         assert (times[:, k] <= (k + 1) / 8).all()
     assert times[:, 3].std() > 0.02  # drawn within their part, not set
-    shifted = draw_stratified(ObjectiveConfig(timestep_sampling="uniform", flow_shift=3.0), 5, latents, 8)[1]
-    assert shifted.tolist() == pytest.approx([shift_time(t, 3.0) for t in times[5].tolist()], rel=1e-6)
+    shifted = stratified_times(ObjectiveConfig(timestep_sampling="uniform", flow_shift=3.0), 5, 8)
+    assert shifted == pytest.approx([shift_time(t, 3.0) for t in times[5].tolist()], rel=1e-6)
     # Logit-normal: the logits of many stratified times are normal.
-    logits = torch.cat(
-        [draw_stratified(ObjectiveConfig(flow_shift=1.0, logit_mean=0.4, logit_std=1.5), i, latents, 8)[1] for i in range(200)]
-    ).logit()
+    cfg = ObjectiveConfig(timestep_sampling="logit_normal", flow_shift=1.0, logit_mean=0.4, logit_std=1.5)
+    logits = torch.tensor([stratified_times(cfg, i, 8) for i in range(200)]).logit()
     assert logits.mean().item() == pytest.approx(0.4, abs=0.05)
     assert logits.std().item() == pytest.approx(1.5, abs=0.05)
 
 
+@pytest.mark.parametrize("time_range", [(0.0, 0.875), (0.875, 1.0)])
+def test_an_expert_is_asked_for_times_of_its_part(time_range):
+    """What it serves of the distribution, stratified within: the shares of the whole distribution that lie below, conditioned on the part."""
+    times = torch.tensor([stratified_times(ObjectiveConfig(timestep_sampling="logit_normal", flow_shift=5.0), i, 4, time_range) for i in range(300)])
+    assert ((times >= time_range[0]) & (times <= time_range[1])).all()
+    everything = torch.tensor(
+        [stratified_times(ObjectiveConfig(timestep_sampling="logit_normal", flow_shift=5.0), i, 4) for i in range(300)]
+    ).flatten()
+    mine = everything[(everything >= time_range[0]) & (everything < time_range[1])]
+    for k in range(4):
+        assert times[:, k].median().item() == pytest.approx(mine.quantile((k + 0.5) / 4).item(), abs=0.02)
+        assert k == 0 or times[:, k].min() >= times[:, k - 1].max()
+
+
 def test_draws_are_a_function_of_the_clip():
     latents = torch.zeros(2, 1, 2, 2)
-    noise, times = draw_stratified(UNIFORM, 7, latents, 4)
-    again, times_again = draw_stratified(UNIFORM, 7, latents, 4)
-    other, other_times = draw_stratified(UNIFORM, 8, latents, 4)
-    assert torch.equal(noise, again)
-    assert torch.equal(times, times_again)
-    assert not torch.equal(noise, other)
-    assert not torch.equal(times, other_times)
+    noise = stratified_noise(7, latents, 4)
+    assert torch.equal(noise, stratified_noise(7, latents, 4))
+    assert stratified_times(UNIFORM, 7, 4) == stratified_times(UNIFORM, 7, 4) != stratified_times(UNIFORM, 8, 4)
+    assert not torch.equal(noise, stratified_noise(8, latents, 4))
     assert noise.shape == (4, 2, 1, 2, 2)
     assert not torch.equal(noise[0], noise[1])
 

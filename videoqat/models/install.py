@@ -5,7 +5,8 @@ Every attention layer gets a processor of ours. Layers that the recipe doesn't c
 own processor computes; that way all of them can be observed.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +90,7 @@ def _put_back(transformer: nn.Module) -> None:
     if installed is None:
         return
     for layer, processor in zip(installed.layers, installed.stock, strict=True):
-        layer.module.set_processor(processor)
+        layer.module.set_processor(processor)  # type: ignore[operator]
     del transformer._videoqat_installed
 
 
@@ -121,15 +122,17 @@ def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: M
         hooks = (family or family_of_transformer(transformer)).shard_sequence(transformer, ulysses)
         transformer._videoqat_sharded = _Sharded(ulysses, hooks)  # type: ignore[assignment]
     for layer in installed.layers:
-        layer.module.processor.ulysses = ulysses
+        layer.module.processor.ulysses = ulysses  # type: ignore[union-attr]
 
 
 def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses: Ulysses) -> None:
     """Requires that these layers can attend by `recipe` when the sequence is divided, and quantise the same numbers together.
 
     Raises:
-        ConfigError: the ranks don't divide a layer's heads; or the recipe covers cross-attention and works on blocks of queries there.
+        ConfigError: the ranks don't divide a layer's heads; the recipe covers cross-attention and works on blocks of queries there; or it has no
+            codes for a wire that is to be packed.
     """
+    ulysses.packs(recipe)
     for layer in layers:
         if layer.kind != "cross" and layer.num_heads % ulysses.degree:
             raise ConfigError(f"parallel.sp={ulysses.degree} does not divide the {layer.num_heads} heads of {layer.name}")
@@ -140,6 +143,21 @@ def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses
                 f"recipe {recipe.name!r}: {how} works on blocks of queries, and parallel.sp={ulysses.degree} would cut those of {layer.name}, which "
                 "is cross-attention, in other places; legal: parallel.sp=1, or attention_kinds without cross"
             )
+
+
+@contextlib.contextmanager
+def computing_by(layers: list[AttentionLayer], recipe: AttentionRecipe, kernel: str = "auto") -> Iterator[None]:
+    """Within the block the quantised `layers` (as `install` returned them) compute by another recipe. All else about their processors stays, so that
+    neither a sharded nor a compiled transformer has to be made anew. Not between a forward and its backward."""
+    processors: list[Any] = [layer.module.processor for layer in layers]
+    before = [(processor.recipe, processor.kernel) for processor in processors]
+    for processor in processors:
+        processor.recipe, processor.kernel = recipe, kernel
+    try:
+        yield
+    finally:
+        for processor, (own_recipe, own_kernel) in zip(processors, before, strict=True):
+            processor.recipe, processor.kernel = own_recipe, own_kernel
 
 
 def observe(transformer: nn.Module, observer: Observer | None) -> None:

@@ -126,8 +126,8 @@ class ModelFamily(Protocol):
         """The transformer in eval mode without numbers: parameters on the meta device, fp32, and buffers on the CPU. No weights are touched."""
         ...
 
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """An object with .vae (float32), .text_encoder (`dtype`) and .tokenizer."""
+    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
+        """The pipeline without transformers: .vae (float32), .text_encoder (`dtype`; None if not wanted: no weights of it are read), .tokenizer."""
         ...
 
     def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:

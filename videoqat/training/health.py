@@ -1,6 +1,8 @@
 """Two looks into a model in training: how well its 4-bit attention does, and where it broke.
 
-Both only watch. What training computes is the same, bit for bit, with and without them.
+Both only watch, in forwards of their own. What training computes is the same, bit for bit, with and without them.
+
+Where weights are sharded a forward is collective, so all ranks go through the same ones to their end, whatever a rank finds on the way.
 """
 
 import contextlib
@@ -9,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from videoqat.attention.metrics import attention_health
 from videoqat.models.install import observe
@@ -20,7 +23,7 @@ from videoqat.recipes import AttentionRecipe
 def quantisation_health(transformer: nn.Module, recipe: AttentionRecipe, layers: list[AttentionLayer]) -> Iterator[dict[str, dict[str, float]]]:
     """Within the block, every quantised layer's first attention call is also judged by `attention.metrics.attention_health`.
 
-    Wrap the forward only: activation checkpointing computes the forward a second time during the backward, and that is no second observation.
+    Where a sequence is divided among ranks (sp), what is judged is the whole sequence, by the heads that this rank attends with.
 
     Args:
         transformer: with `recipe` installed.
@@ -43,10 +46,6 @@ def quantisation_health(transformer: nn.Module, recipe: AttentionRecipe, layers:
         yield found
     finally:
         observe(transformer, None)
-
-
-class _Found(Exception):
-    """Carries the place where a number stopped being finite out of the forward."""
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -74,41 +73,45 @@ def first_nonfinite(transformer: nn.Module, forwards: list[Callable[[], Any]]) -
         transformer: whose modules are watched.
         forwards: each runs the transformer once, with the inputs of the step that broke.
     """
+    found: list[str] = []
 
     def before(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not _finite((args, kwargs)):
-                raise _Found(f"input of {name}")
+            if not found and not _finite((args, kwargs)):
+                found.append(f"input of {name}")
 
         return hook
 
     def after(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if not _finite(output):
-                raise _Found(f"output of {name}")
+            if not found and not _finite(output):
+                found.append(f"output of {name}")
 
         return hook
 
     handles = []
     for path, module in transformer.named_modules():
-        name = path or "the transformer"
+        name = path.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "") or "the transformer"
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(after(name)))
     try:
-        with torch.no_grad():
+        # Compiled code has no modules left to look into.
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             for forward in forwards:
                 forward()
-    except _Found as found:
-        return str(found)
     finally:
         for handle in handles:
             handle.remove()
-    return None
+    return found[0] if found else None
 
 
 def nonfinite_gradient(transformer: nn.Module) -> str | None:
-    """The parameter whose gradient holds NaN or inf; of several the last one, since the backward starts at the end. None if all are finite."""
+    """The parameter whose gradient holds NaN or inf; of several the last one, since the backward starts at the end. None if all are finite.
+
+    Where gradients are sharded, this rank's part of them.
+    """
     for name, parameter in reversed(list(transformer.named_parameters())):
-        if parameter.grad is not None and not _finite(parameter.grad):
+        gradient = parameter.grad
+        if gradient is not None and not _finite(gradient.to_local() if isinstance(gradient, DTensor) else gradient):
             return name
     return None

@@ -1,20 +1,25 @@
-"""What a run writes while it goes: log.jsonl (one JSON object a step) and TensorBoard scalars; and what it heeds: signals and other runs."""
+"""What a run writes while it goes (log.jsonl, validation.jsonl, TensorBoard), on rank 0 alone; and what it heeds: signals and other runs."""
 
 import contextlib
 import fcntl
 import json
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import atomic_path
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+ONE_WISH_S = 5.0  # launchers pass a signal on and add their own: what comes within this time of the first is the same wish
 
 
 @contextlib.contextmanager
@@ -53,7 +58,7 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 class RunLog:
-    """log.jsonl and TensorBoard of one run, open from `with` to its end.
+    """log.jsonl, validation.jsonl and TensorBoard of one run, open from `with` to its end.
 
     Opening it to continue after `step` drops later rows: they belong to steps that will be run again.
     """
@@ -61,42 +66,60 @@ class RunLog:
     def __init__(self, out: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = out / "log.jsonl"
+        self._path, self._validation = out / "log.jsonl", out / "validation.jsonl"
         with disk_errors(self._path):
-            kept = [row for row in read_log(self._path) if row["step"] <= step]
-            with atomic_path(self._path) as aside:
-                aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
-            self._file = open(self._path, "a", buffering=1)  # noqa: SIM115 - closed in __exit__; line by line, so that a kill loses no row
+            for path in (self._path, self._validation) if self._validation.is_file() else (self._path,):
+                kept = [row for row in read_log(path) if row["step"] <= step]
+                with atomic_path(path) as aside:
+                    aside.write_text("".join(json.dumps(row) + "\n" for row in kept))
             self._board = SummaryWriter(str(out / "tensorboard"), purge_step=step + 1)
+
+    @staticmethod
+    def _append(path: Path, row: dict[str, Any]) -> None:
+        """Opened and closed for each row, so that neither a kill nor a file system that was away for a while loses one."""
+        with open(path, "a") as file:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
 
     def write(self, row: dict[str, Any]) -> None:
         """One step's row."""
         with disk_errors(self._path):
-            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._append(self._path, row)
             for name, value in row.items():
                 if name != "step" and isinstance(value, int | float):
                     self._board.add_scalar(f"train/{name}", value, row["step"])
             for layer, numbers in row.get("health", {}).items():
                 for name, value in numbers.items():
                     self._board.add_scalar(f"health/{name}/{layer}", value, row["step"])
+            for recipe, numbers in row.get("validation", {}).items():
+                for name in ("loss", "difference"):
+                    self._board.add_scalar(f"validation/{name}/{recipe}", numbers[name], row["step"])
+
+    def write_validation(self, row: dict[str, Any]) -> None:
+        """What one validation found, in full."""
+        with disk_errors(self._validation):
+            self._append(self._validation, row)
+
+    def show(self, name: str, picture_HWC: NDArray[np.uint8], step: int) -> None:
+        """A picture for TensorBoard."""
+        with disk_errors(self._path):
+            self._board.add_image(name, picture_HWC, step, dataformats="HWC")
 
     def __enter__(self) -> "RunLog":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
         self._board.close()
 
 
 class StopRequest:
-    """Which signal asked the run to stop, if any (`name`)."""
+    """Which signal asked this process to stop, if any (`signal`)."""
 
-    name: str | None = None
+    signal: "signal.Signals | None" = None
 
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[StopRequest]:
-    """Within the block SIGTERM, SIGINT and SIGUSR1 are noted instead of ending the process; a second one ends it as usual.
+    """Within the block SIGTERM, SIGINT and SIGUSR1 are noted instead of ending the process; a second one, some seconds later, ends it as usual.
 
     Python hears signals in the main thread only; elsewhere nothing is changed.
     """
@@ -105,11 +128,16 @@ def stop_on_signal() -> Iterator[StopRequest]:
         yield request
         return
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    first = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
-        request.name = signal.Signals(number).name
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        nonlocal first
+        if request.signal is None:
+            request.signal, first = signal.Signals(number), time.monotonic()
+        elif time.monotonic() - first > ONE_WISH_S:
+            for each, handler in before.items():
+                signal.signal(each, handler)
+            signal.raise_signal(number)
 
     for number in STOP_SIGNALS:
         signal.signal(number, note)

@@ -320,10 +320,11 @@ def _read(checkpoint: Path, action: Callable[[], Any]) -> Any:
         raise CheckpointError(f"{checkpoint} can't be read: {_reason(error)}") from error
 
 
-def _flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted key, value) of every leaf of nested dicts."""
     for key, value in config.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
@@ -340,7 +341,7 @@ def check_resumable(checkpoint: Path, meta: dict[str, Any], now: dict[str, Any])
     Raises:
         CheckpointError: recipe, model, cache or a key of the configuration that is not free differs; both values are named.
     """
-    was, wants = ({key: value for key, value in _flat(it["config"]) if not key.startswith(FREE_GROUPS)} for it in (meta, now))
+    was, wants = ({key: value for key, value in flat(it["config"]) if not key.startswith(FREE_GROUPS)} for it in (meta, now))
     gone = [f"{key}={was[key]!r}" for key in sorted(was.keys() - wants.keys() - FREE_KEYS)]
     if gone:
         raise CheckpointError(

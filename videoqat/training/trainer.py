@@ -1,327 +1,199 @@
-"""The training loop, in one process: check, load, resume, step, log, save.
+"""The training loop, in one process or in many: check, agree, load, resume, step, log, look, save.
 
-A step is `train.accumulation` micro-batches of `train.batch_size` samples. Its loss is the mean over all of its samples: each micro-batch adds
-sum(loss_B) / (samples of the step), so that one batch of two and two accumulated batches of one give the same gradient.
-
-Which samples, noise, times and dropped captions a step sees is a pure function of (seed, step), so a resumed run needs nothing but the step's
-number, the weights, the optimiser's moments and the moving average to continue as if it had never stopped.
+One process is a group of one and goes the same road as 64. Rank 0 alone writes the run's logs. Whatever decides where the road goes on (errors,
+signals, NaN, which checkpoint) is known to all ranks before any of them acts on it.
 """
 
-import functools
+import contextlib
 import json
-import math
-import resource
-import sys
-import time
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
-
-from videoqat.attention.backends import record_receipts
+from videoqat.attention.backends import Receipt, record_receipts
 from videoqat.config import TrainConfig, to_yaml
 from videoqat.console import progress, say
-from videoqat.errors import TrainingDiverged, UserError
+from videoqat.data.dataset import CachedVideos
 from videoqat.files import atomic_path, writable_folder, write_json
-from videoqat.models.install import install
-from videoqat.models.spec import AttentionLayer
+from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance, versions
 from videoqat.training import state
-from videoqat.training.health import first_nonfinite, nonfinite_gradient, quantisation_health
-from videoqat.training.job import Job, check, estimate
-from videoqat.training.objective import draw, flow_matching_loss
-from videoqat.training.optim import Ema, gradient_norm, learning_rate, make_optimizer
+from videoqat.training.agreement import Faults, together
+from videoqat.training.batches import Ahead
+from videoqat.training.engines import make_engine
+from videoqat.training.job import Job, check
+from videoqat.training.looks import Looks, check_looks
+from videoqat.training.memory import estimate
+from videoqat.training.resume import agreed_checkpoint, choose_checkpoint
 from videoqat.training.runlog import RunLog, disk_errors, only_run, read_log, stop_on_signal
+from videoqat.training.step import Run, Step, take_step
+from videoqat.training.trace import traced_communication
 
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start it again to continue
+FIRST_TRACED = 3  # of a session's steps: later than what is slow only once
 
 
-@dataclass
-class Run:
-    """A job with its model: what changes from step to step."""
+class _Rows:
+    """The log's rows, on rank 0. A row waits until the next step is under way: only then has a GPU surely finished the one it tells of."""
 
-    job: Job
-    transformer: nn.Module
-    layers: list[AttentionLayer]  # the quantised ones
-    optimizer: torch.optim.AdamW
-    ema: Ema | None
+    def __init__(self, log: RunLog | None, bar: Any, receipts: list[Receipt], faults: Faults, log_every: int) -> None:
+        self._log, self._bar, self._receipts, self._faults, self._log_every = log, bar, receipts, faults, log_every
+        self._waiting: Step | None = None
+        self._announced = False
 
-    def tensors(self) -> dict[str, Any]:
-        """All that a checkpoint holds, nested, by name; the tensors themselves, not copies."""
-        optimizer = get_optimizer_state_dict(self.transformer, self.optimizer)
-        return {
-            "model": get_model_state_dict(self.transformer),
-            # The groups' settings come from the configuration, and the rate from the step.
-            "optimizer": optimizer["state"],
-        } | ({"ema": self.ema.tensors} if self.ema else {})
+    def put(self, step: Step, more: dict[str, Any]) -> None:
+        """Adds a step, with `more` for its row."""
+        self.flush()
+        self._waiting = step
+        step.row |= more
+        if not self._announced:
+            step.row["receipts"] = [receipt.to_dict() for receipt in self._receipts]
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples that go through the transformer together, on its device. Latents and noise (B, C, F, H, W), t (B,), text (B, L, D), all fp32."""
-
-    epoch: int
-    samples: list[int]
-    latents_BCFHW: Tensor
-    noise_BCFHW: Tensor
-    t_B: Tensor
-    text_BLD: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """In the order of `flow_matching_loss`."""
-        return self.latents_BCFHW, self.noise_BCFHW, self.t_B, self.text_BLD
+    def flush(self, more: dict[str, Any] | None = None) -> None:
+        """Writes the row that waits, with `more` in it; waits for the GPU if need be."""
+        step, self._waiting = self._waiting, None
+        if step is None or self._log is None:
+            return
+        row = step.finished_row() | (more or {})
+        used = "" if row["mfu"] is None else f", {row['mfu']:.0%} mfu"
+        self._bar.set_postfix_str(f"loss {row['loss']:.4g}, {row['tokens_per_second']:.4g} tokens/s{used}", refresh=False)
+        self._bar.update(1)
+        special = row.keys() & {"receipts", "health", "validation", "communication_seconds"}
+        if row["step"] == 1 or row["step"] % self._log_every == 0 or special:
+            with self._faults.noted():
+                self._log.write(row)
+            self._announced = True
 
 
-def load_batch(job: Job, epoch: int, samples: list[int]) -> MicroBatch:
-    """Samples of the cache with what is drawn for them in `epoch`."""
-    config = job.config
-    loaded = [job.cache.load(index) for index in samples]
-    draws = [
-        draw(config.objective, config.train.seed, epoch, index, sample["latents"], job.time_range)
-        for index, sample in zip(samples, loaded, strict=True)
-    ]
-    texts = [job.cache.null_text if d.drop_caption else sample["text"] for d, sample in zip(draws, loaded, strict=True)]
-    return MicroBatch(
-        epoch=epoch,
-        samples=samples,
-        latents_BCFHW=torch.stack([sample["latents"] for sample in loaded]).to(job.device, torch.float32),
-        noise_BCFHW=torch.stack([d.noise_CFHW for d in draws]).to(job.device),
-        t_B=torch.tensor([d.t for d in draws], device=job.device),
-        text_BLD=job.family.pad_text(texts, job.cache.settings["max_text_tokens"]).to(job.device, torch.float32),
-    )
+@contextlib.contextmanager
+def _traced(job: Job, mesh: Mesh, step: int, first: int) -> Iterator[dict[str, float]]:
+    """Yields what is to be added to the row of the step in the block: its communication, on rank 0 where that is due; else nothing."""
+    every = job.config.train.profile_every
+    due = every > 0 and mesh.world_size > 1 and (step == first + FIRST_TRACED - 1 or step % every == 0)
+    if not due or mesh.rank != 0:
+        yield {}
+        return
+    with traced_communication(mesh.device) as found:
+        yield found
 
 
-def _start(job: Job) -> Run:
-    """Loads the transformer (fp32), puts the recipe in, and makes a fresh optimiser and average."""
-    config = job.config
-    transformer = job.family.load_transformer(
-        config.model.path, config.model.component, dtype=torch.float32, from_scratch=config.from_scratch, seed=config.train.seed
-    )
-    transformer.to(job.device).train()
-    if config.train.activation_checkpointing == "full":
-        transformer.enable_gradient_checkpointing()  # type: ignore[operator]
-    layers = install(transformer, job.recipe, kernel=config.runtime.kernel, family=job.family)
-    ema = Ema(transformer, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
-    return Run(job, transformer, layers, make_optimizer(config.optimizer, transformer.parameters()), ema)
-
-
-def _restore(run: Run, checkpoint: Path) -> None:
-    """Weights, moments and average from `checkpoint`."""
-    tensors = run.tensors()
-    # A parameter that never got a gradient (a branch that the objective doesn't use) has no moments.
-    stored = state.tensor_keys(checkpoint)
-    tensors["optimizer"] = {name: moments for name, moments in tensors["optimizer"].items() if f"optimizer.{name}.exp_avg" in stored}
-    state.load(checkpoint, tensors)
-    groups = get_optimizer_state_dict(run.transformer, run.optimizer)["param_groups"]
-    loaded = {"state": tensors["optimizer"], "param_groups": groups}
-    set_optimizer_state_dict(run.transformer, run.optimizer, loaded, options=StateDictOptions(strict=False))
-
-
-def _loss(run: Run, batch: MicroBatch) -> Tensor:
-    with torch.autocast(run.job.device.type, dtype=torch.bfloat16, enabled=run.job.config.train.autocast == "bfloat16"):
-        return flow_matching_loss(run.job.family, run.transformer, *batch.inputs)
-
-
-def _memory(device: torch.device) -> int:
-    """Bytes: the most that CUDA has held so far, or the process's largest resident size."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _bad_sample(job: Job, batches: list[MicroBatch]) -> str | None:
-    for batch in batches:
-        for index, latents_CFHW, text_LD in zip(batch.samples, batch.latents_BCFHW, batch.text_BLD, strict=True):
-            if not (latents_CFHW.isfinite().all() and text_LD.isfinite().all()):
-                return f"the cache's sample {job.cache.samples[index].id}"
-    return None
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _diverged(run: Run, step: int, batches: list[MicroBatch], loss: float, norm: float) -> NoReturn:
-    """Finds where it began and says so."""
-    where = _bad_sample(run.job, batches) or first_nonfinite(run.transformer, [functools.partial(_loss, run, batch) for batch in batches])
-    if where is None:
-        name = nonfinite_gradient(run.transformer)
-        where = f"gradient of {name}" if name else "no single tensor (a sum over finite numbers overflowed)"
-    kept = state.whole(Path(run.job.config.out) / "checkpoints")
-    raise TrainingDiverged(
-        f"step {step}: loss is {loss:g} and the gradient norm {norm:g}; the first number that is not finite is in: {where}; "
-        f"last good checkpoint: {kept[-1] if kept else 'none was saved yet'}"
-    )
-
-
-def _step(run: Run, step: int) -> dict[str, Any]:
-    """One optimiser step; returns its row for the log.
-
-    Raises:
-        TrainingDiverged: loss or gradient norm is NaN or inf; the weights are then still those before the step.
-    """
-    job, loop, cfg = run.job, run.job.config.train, run.job.config.optimizer
-    started = time.monotonic()
-    chosen = [job.order.batch((step - 1) * loop.accumulation + i) for i in range(loop.accumulation)]
-    num_samples = sum(len(samples) for _, samples in chosen)
-    batches = [load_batch(job, epoch, samples) for epoch, samples in chosen]
-    data_time = time.monotonic() - started
-
-    run.optimizer.zero_grad()
-    observe_now = bool(run.layers) and loop.health_every > 0 and (step == 1 or step % loop.health_every == 0)
-    health: dict[str, dict[str, float]] = {}
-    total = torch.zeros((), device=job.device)
-    for i, batch in enumerate(batches):
-        if observe_now and i == 0:
-            with quantisation_health(run.transformer, job.recipe, run.layers) as health:
-                loss_B = _loss(run, batch)
-        else:
-            loss_B = _loss(run, batch)
-        (loss_B.sum() / num_samples).backward()
-        total += loss_B.detach().sum()
-    norm = gradient_norm(run.transformer.parameters())
-    loss, norm_value = (total / num_samples).item(), norm.item()
-    if not (math.isfinite(loss) and math.isfinite(norm_value)):
-        _diverged(run, step, batches, loss, norm_value)
-
-    torch.nn.utils.clip_grads_with_norm_(run.transformer.parameters(), cfg.clip_norm, norm)
-    rate = learning_rate(cfg, step, loop.steps)
-    for group in run.optimizer.param_groups:
-        group["lr"] = rate
-    run.optimizer.step()
-    if run.ema:
-        run.ema.update(run.transformer)
-
-    step_time = time.monotonic() - started
-    num_tokens = sum(len(b.samples) * math.prod(n // p for n, p in zip(b.latents_BCFHW.shape[2:], job.geometry.patch, strict=True)) for b in batches)
-    row = {
-        "step": step,
-        "epoch": batches[0].epoch,
-        "loss": loss,
-        "grad_norm": norm_value,
-        "lr": rate,
-        "step_time": step_time,
-        "tokens_per_second": num_tokens / step_time,
-        "data_time_share": data_time / step_time,
-        "memory_bytes": _memory(job.device),
-    }
-    return row | ({"health": health} if health else {})
-
-
-def _start_from(job: Job) -> Path | None:
-    """The checkpoint to continue from, or None to begin; says which.
-
-    Raises:
-        UserError: going on would overwrite checkpoints that are there, or none of them is whole.
-        CheckpointError: the checkpoint asked for is torn, or of another training.
-    """
-    resume, checkpoints = job.config.train.resume, Path(job.config.out) / "checkpoints"
-    kept, broken = state.whole(checkpoints), state.torn(checkpoints)
-    present = sorted([*kept, *broken], key=state.step_of)
-    if resume == "latest":
-        chosen = kept[-1] if kept else None
-        if broken and chosen is None:
-            path, fault = list(broken.items())[-1]
-            raise UserError(f"{checkpoints} holds no whole checkpoint ({path.name}: {fault}); remove what is there, or choose another out")
-        for path, fault in broken.items():
-            if chosen and state.step_of(path) > state.step_of(chosen):
-                say(f"{path} is newer but not whole, so it is passed over: {fault}")
-    elif resume == "never":
-        chosen = None
-        if present:
-            raise UserError(f"train.resume=never, but {checkpoints} holds {present[-1].name}; choose another out, or train.resume=latest")
-    else:
-        chosen = Path(resume)
-        step = state.read_meta(chosen)["step"]
-        mine = chosen.resolve().parent == checkpoints.resolve()
-        in_the_way = [path for path in present if not mine or state.step_of(path) > step]
-        if in_the_way:
-            raise UserError(f"train.resume={resume!r}: {checkpoints} holds {in_the_way[-1].name}, which would be overwritten; choose another out")
-    if chosen is not None:
-        state.check_resumable(chosen, state.read_meta(chosen), job.identity)
-        say(f"resuming from {chosen}")
-    return chosen
-
-
-def _save(run: Run, row: dict[str, Any]) -> Path:
+def _start_saving(run: Run, row: dict[str, Any]) -> None:
     meta = run.job.identity | {
         "step": row["step"],
         "epoch": row["epoch"],
         "loss": row["loss"],
         "model_folder": str(Path(run.job.config.model.path).resolve()),
         "max_text_tokens": run.job.cache.settings["max_text_tokens"],
+        "layout": str(run.mesh.layout),
         "versions": versions(),
     }
-    return state.save(Path(run.job.config.out) / "checkpoints", row["step"], run.tensors(), meta, run.job.config.train.keep_last)
+    run.saver.start(row["step"], run.engine.tensors(), meta)
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
     """Trains, from the start or from a checkpoint of the same run, to `config.train.steps`.
 
-    SIGTERM, SIGINT and SIGUSR1 let the step finish, save, and return with `exit_code` 75 in the result; the same command continues it.
+    SIGTERM, SIGINT and SIGUSR1, sent to any of the processes, let the step finish, save, and return with `exit_code` 75 in the result; the same
+    command continues it.
 
     Returns:
         `steps`, `last_loss`, `mean_loss_first` and `mean_loss_last` (over the first and last 50 rows of the log), `checkpoints`, `receipts`,
-        `provenance`, `resumed_from`, and `exit_code` with `stopped_by` where a signal stopped it.
+        `provenance`, `resumed_from`, and `exit_code` with `stopped_by` where a signal stopped it. The same on all ranks.
 
     Raises:
-        UserError: the job can't be done as configured; nothing was overwritten.
-        TrainingDiverged: NaN or inf, with the step, the place and the last good checkpoint.
+        UserError: the job can't be done as configured; nothing was overwritten. On all ranks.
+        TrainingDiverged: NaN or inf, with the step, the place and the last good checkpoint. On all ranks.
+        WorkerLost: another process ended.
     """
     job = check(config)
-    out = writable_folder("out", config.out)
-    with only_run(out):
-        return _train(job, out)
+    held_out = check_looks(job)
+    with open_mesh(config.parallel, job.device, num_heads=job.geometry.num_heads) as mesh, contextlib.ExitStack() as stack:
+        return _train(job, held_out, mesh, stack)
 
 
-def _train(job: Job, out: Path) -> dict[str, Any]:
-    config, loop = job.config, job.config.train
-    chosen = _start_from(job)
-    first = (state.read_meta(chosen)["step"] if chosen else 0) + 1
-    if first > loop.steps:
-        say(f"{chosen} has all of train.steps={loop.steps} already; nothing is left to train")
-    run = _start(job)
-    if chosen:
-        _restore(run, chosen)
-    state.remove_leftovers(out / "checkpoints")
-    session: dict[str, Any] = provenance(str(job.device)) | {"first_step": first, "resumed_from": str(chosen) if chosen else None}
-    earlier = json.loads((out / "provenance.json").read_text())["sessions"] if chosen and (out / "provenance.json").is_file() else []
-    with disk_errors(out), atomic_path(out / "config.yaml") as aside:
-        aside.write_text(to_yaml(config))
-    _write_provenance(job, out, [*earlier, session])
-    num_weights = sum(parameter.numel() for parameter in run.transformer.parameters())
-    how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
-    size = f"{num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
-    say(f"training {config.model.component} of {config.model.path} on {job.device}: {size}")
-    say(f"attention: recipe {job.recipe.name} in {len(run.layers)} layers ({how})")
+def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextlib.ExitStack) -> dict[str, Any]:
+    config, loop, out = job.config, job.config.train, Path(job.config.out)
+    with collective_errors("start"):
+        identity = job.identity
+        mesh.agree(dict(state.flat(identity.pop("config"))) | dict(state.flat(identity | {"versions": versions()})))
+        with together(mesh):
+            if mesh.rank == 0:
+                stack.enter_context(only_run(writable_folder("out", out)))
+        chosen = agreed_checkpoint(job, mesh)
+        first = (state.read_meta(chosen)["step"] if chosen else 0) + 1
+        if first > loop.steps:
+            say(f"{chosen} has all of train.steps={loop.steps} already; nothing is left to train")
+        looks = Looks(job, mesh, held_out)
+        engine = make_engine(job, mesh)
+        if chosen:
+            engine.restore(chosen)
+        state.remove_leftovers(out / "checkpoints")
+        session: dict[str, Any] = provenance(str(mesh.device)) | {"layout": str(mesh.layout), "first_step": first}
+        session["resumed_from"] = str(chosen) if chosen else None
+        log, earlier = None, []
+        with together(mesh):
+            if mesh.rank == 0:
+                earlier = json.loads((out / "provenance.json").read_text())["sessions"] if chosen and (out / "provenance.json").is_file() else []
+                with disk_errors(out), atomic_path(out / "config.yaml") as aside:
+                    aside.write_text(to_yaml(config))
+                _write_provenance(job, out, [*earlier, session])
+                log = stack.enter_context(RunLog(out, first - 1))
+        num_weights = sum(parameter.numel() for parameter in engine.transformer.parameters())
+        size = f"{num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
+        say(f"training {config.model.component} of {config.model.path} on {mesh.device}: {size}; world size {mesh.layout}")
+        how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
+        say(f"attention: recipe {job.recipe.name} in {len(engine.layers)} layers ({how})")
 
-    stopped_by, announced = None, False
-    with (
-        record_receipts() as receipts,
-        stop_on_signal() as stop,
-        RunLog(out, first - 1) as log,
-        progress(total=loop.steps, initial=first - 1, desc="train", unit="step") as bar,
-    ):
-        for step in range(first, loop.steps + 1):
-            row = _step(run, step)
-            bar.update(1)
-            bar.set_postfix_str(f"loss {row['loss']:.4g}", refresh=False)
-            if step == 1 or step % loop.log_every == 0 or "health" in row:
-                log.write(row if announced else row | {"receipts": [receipt.to_dict() for receipt in receipts]})
-                announced = True
-            stopped_by = stop.name if step < loop.steps else None
+    faults = Faults()
+    receipts = stack.enter_context(record_receipts())
+    stop = stack.enter_context(stop_on_signal())
+    saver = stack.enter_context(state.Saver(mesh, out / "checkpoints", loop.keep_last, background=loop.async_save))
+    bar = stack.enter_context(progress(total=loop.steps, initial=first - 1, desc="train", unit="step"))
+    run = Run(job, mesh, engine, saver, Ahead(job, mesh.dp_rank, pin=mesh.device.type == "cuda", faults=faults), faults, stop)
+    rows = _Rows(log, bar, receipts, faults, loop.log_every)
+    stopped_by = None
+    with collective_errors("start"):
+        looks.attach(run)
+        if first <= loop.steps:
+            run.ahead.load(first)
+        faults.settle(mesh)
+    for step in range(first, loop.steps + 1):
+        with collective_errors(f"step {step}"):
+            health = looks.health(step)
+            with _traced(job, mesh, step, first) as communication:
+                taken = take_step(run, step)
+            rows.put(taken, health | communication)
+            stopped_by = taken.stop if step < loop.steps else None
+            if looks.due(step) and not stopped_by:
+                rows.flush(looks.validate(step, log))
             if step % loop.save_every == 0 or step == loop.steps or stopped_by:
-                _save(run, row)
-            if stopped_by:
-                say(f"{stopped_by}: step {step} is done and saved; the same command continues from there")
-                break
+                rows.flush()  # a log without steps that a checkpoint has would stay so
+                _start_saving(run, taken.row)
+            else:
+                saver.poll()
+            if step == first:
+                mesh.steady()
+        if stopped_by:
+            break
+    with collective_errors("the last save"):
+        rows.flush()
+        saver.finish()
+        faults.settle(mesh)
+    if stopped_by:
+        say(f"{stopped_by.name}: step {step} is done and saved; the same command continues from there")
     session["receipts"] = [receipt.to_dict() for receipt in receipts]
-    _write_provenance(job, out, [*earlier, session])
+    summary = None
+    with collective_errors("the end"), together(mesh):
+        if mesh.rank == 0:
+            _write_provenance(job, out, [*earlier, session])
+            summary = _summary(out, chosen, session)
+    with collective_errors("the end"):
+        result: dict[str, Any] = mesh.gather_objects(summary)[0]
+    return result | ({"stopped_by": stopped_by.name, "exit_code": STOPPED_EXIT_CODE} if stopped_by else {})
 
+
+def _summary(out: Path, chosen: Path | None, session: dict[str, Any]) -> dict[str, Any]:
+    """What `train` returns, from what is on the disk."""
     kept = state.whole(out / "checkpoints")
     newest = kept[-1] if kept else chosen  # none of its own: resumed by path from another run that was long enough already
     assert newest is not None
@@ -337,7 +209,11 @@ def _train(job: Job, out: Path) -> dict[str, Any]:
         "resumed_from": session["resumed_from"],
         "receipts": session["receipts"],
         "provenance": session,
-    } | ({"stopped_by": stopped_by, "exit_code": STOPPED_EXIT_CODE} if stopped_by else {})
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
 
 
 def _write_provenance(job: Job, out: Path, sessions: list[dict[str, Any]]) -> None:
@@ -349,9 +225,12 @@ def _write_provenance(job: Job, out: Path, sessions: list[dict[str, Any]]) -> No
 def plan(config: TrainConfig) -> dict[str, Any]:
     """Checks everything `train` would, and says what it amounts to; loads no weights and writes nothing.
 
+    With `parallel.world_size` it answers for that many processes, wherever it runs.
+
     Returns:
-        What `job.estimate` does, and `resumed_from`.
+        What `memory.estimate` does, and `resumed_from`.
     """
-    job = check(config)
-    chosen = _start_from(job)
+    job = check(config, config.parallel.world_size or None)
+    check_looks(job)
+    chosen = choose_checkpoint(job)
     return estimate(job) | {"resumed_from": str(chosen) if chosen else None}

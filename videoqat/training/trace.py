@@ -1,0 +1,105 @@
+"""Where a step's time goes: its parts by a clock that does not slow it, and the share of communication by a trace of a single step.
+
+A GPU works through what the host has queued long before. So on CUDA the clock's marks are events in the GPU's own queue: `data` is the time for
+which the GPU had to wait for samples, not the time that loading them took, and reading the marks waits for nothing if it is done after a
+synchronisation that the step needs anyway. On a CPU the marks are the time of day.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import torch
+
+PARTS = ("data", "forward", "backward", "optimizer")
+_ANNOTATIONS = ("nccl:", "gloo:", "c10d::", "FSDP::", "autograd::", "ProfilerStep")
+
+Span = tuple[float, float]  # start and end
+
+
+class Clock:
+    """Measures one step. `mark(part)` says that all since the mark before belonged to `part`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._gpu = device.type == "cuda"
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = [("", self._now())]
+
+    def _now(self) -> float | torch.cuda.Event:
+        if not self._gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def mark(self, part: str) -> None:
+        """Ends a stretch of time that belongs to `part`, one of `PARTS`."""
+        self._marks.append((part, self._now()))
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by part, each of `PARTS`. Waits until the GPU has passed the last mark."""
+        found = dict.fromkeys(PARTS, 0.0)
+        last = self._marks[-1][1]
+        if isinstance(last, torch.cuda.Event):
+            last.synchronize()
+        for (_, start), (part, end) in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+                found[part] += start.elapsed_time(end) / 1000
+            elif isinstance(start, float) and isinstance(end, float):
+                found[part] += end - start
+        return found
+
+
+def merged(spans: list[Span]) -> list[Span]:
+    """The same points in time, as spans that don't touch, in order."""
+    result: list[Span] = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(end, result[-1][1]))
+        else:
+            result.append((start, end))
+    return result
+
+
+def exposed(spans: list[Span], cover: list[Span]) -> tuple[float, float]:
+    """How long `spans` last together, and how long of that nothing of `cover` was going on."""
+    spans, cover = merged(spans), merged(cover)
+    total = hidden = 0.0
+    first = 0
+    for start, end in spans:
+        total += end - start
+        while first < len(cover) and cover[first][1] <= start:
+            first += 1
+        for begin, stop in cover[first:]:
+            if begin >= end:
+                break
+            hidden += min(end, stop) - max(start, begin)
+    return total, total - hidden
+
+
+@contextlib.contextmanager
+def traced_communication(device: torch.device) -> Iterator[dict[str, float]]:
+    """Yields a dict that, after the block, tells of this process what its collectives took in it.
+
+    `communication_seconds`: NCCL's kernels on a GPU, gloo's work on a CPU, each moment once; waiting for a slower rank is part of it.
+    `communication_exposed_seconds`: that part of it in which nothing was computed meanwhile. Both are empty if the trace saw nothing at all.
+    """
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    gpu = device.type == "cuda"
+    found: dict[str, float] = {}
+    # The device's activity alone where there is one: the host's many thousand calls would only slow the step and the reading.
+    with profile(activities=[ProfilerActivity.CUDA if gpu else ProfilerActivity.CPU], acc_events=True) as profiler:
+        yield found
+    communication: list[Span] = []
+    computing: list[Span] = []
+    for event in profiler.events():
+        span = event.time_range.start / 1e6, event.time_range.end / 1e6
+        if gpu and (event.device_type != DeviceType.CUDA or event.is_user_annotation):
+            continue
+        if event.name.startswith("ncclDevKernel" if gpu else "gloo:"):
+            communication.append(span)
+        elif event.name.startswith(("aten::", "videoqat::")) if not gpu else not event.name.startswith(("Memcpy", "Memset", *_ANNOTATIONS)):
+            computing.append(span)
+    if communication or computing:
+        found["communication_seconds"], found["communication_exposed_seconds"] = exposed(communication, computing)
