@@ -1,0 +1,95 @@
+"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families.
+
+Plain means diffusers' transformer with the recipe and autograd, without FSDP, checkpointing, accumulation or sequence parallelism. 27 video tokens
+are divisible neither by 2 nor by 4.
+"""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import accumulate, plain_gradients, tiny_job, worst_gradient
+from helpers.pipelines import enliven
+from helpers.ranks import run_ranks
+from torch import Tensor
+
+from videoqat.config import ExampleModelConfig, ParallelConfig
+from videoqat.models.tiny import build_pipeline
+from videoqat.parallel.mesh import Mesh, open_mesh
+from videoqat.training.engines import make_engine
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = 5e-6
+BATCH, ACCUMULATION = 2, 2
+# (dp_replicate, dp_shard, sp) -> (activation checkpointing, offload); every mode meets sequence parallelism and sharding.
+LAYOUTS = {
+    (1, 1, 2): [("none", False), ("full", False), ("keep_attention", True)],
+    (1, 2, 1): [("none", False), ("full", True), ("keep_attention", False)],
+    (2, 1, 1): [("none", False)],
+    (1, 2, 2): [("keep_attention", False)],
+    (2, 1, 2): [("full", True)],
+    (1, 1, 4): [("full", False)],
+}
+Step = tuple[float, float, dict[str, Tensor]]  # loss and gradient norm as this rank has them; on rank 0 also all gradients
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Wan (self-attention) and CogVideoX (text and video together), four heads of 16, two layers."""
+    root = tmp_path_factory.mktemp("models")
+    for family in ("wan", "cogvideox"):
+        build_pipeline(ExampleModelConfig(out=str(root / family), family=family, num_layers=2, num_heads=4, head_dim=16))
+    return [enliven(root / family, root / f"{family}-alive") for family in ("wan", "cogvideox")]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: list[Path]) -> dict[tuple[Path, int], tuple[float, dict[str, Tensor]]]:
+    """By model and number of data-parallel positions."""
+    return {(folder, dp): plain_gradients(folder, "attn_qat", BATCH * ACCUMULATION * dp) for folder in folders for dp in (1, 2)}
+
+
+def steps(folders: list[Path], layout: tuple[int, int, int], modes: list[tuple[str, bool]]) -> list[list[Step]]:
+    """On one rank: a step of each model in each mode."""
+    replicate, shard, sp = layout
+    with open_mesh(ParallelConfig(dp_replicate=replicate, dp_shard=shard, sp=sp), torch.device("cpu")) as mesh:
+        return [[step(folder, mesh, *mode) for mode in modes] for folder in folders]
+
+
+def step(folder: Path, mesh: Mesh, mode: str, offload: bool) -> Step:
+    """A global batch, without the update."""
+    gc.collect()
+    job = tiny_job(folder, train__activation_checkpointing=mode, train__offload_block_inputs=offload, train__batch_size=BATCH)
+    engine = make_engine(job, mesh)
+    loss = accumulate(engine, job, mesh, BATCH * ACCUMULATION * mesh.layout.dp)
+    gradients = {name: p.grad.full_tensor() for name, p in engine.transformer.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    return loss, engine.gradient_norm(), gradients if mesh.rank == 0 else {}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+def test_loss_and_every_gradient_equal_those_of_one_plain_process(folders: list[Path], expected: Any, layout: tuple[int, int, int]) -> None:
+    modes = LAYOUTS[layout]
+    ranks = run_ranks(steps, layout[0] * layout[1] * layout[2], folders, layout, modes)
+    for i, folder in enumerate(folders):
+        loss, gradients = expected[folder, layout[0] * layout[1]]
+        norm = torch.nn.utils.get_total_norm([g.double() for g in gradients.values()]).item()
+        for j, mode in enumerate(modes):
+            difference, name = worst_gradient(ranks[0][i][j][2], gradients)
+            assert difference < TOLERANCE, (folder.name, mode, name)
+            assert ranks[0][i][j][:2] == pytest.approx((loss, norm), rel=TOLERANCE)
+            assert all(rank[i][j][:2] == ranks[0][i][j][:2] for rank in ranks)  # to the last bit, on all ranks
+
+
+@pytest.mark.parametrize("fault", ["factor sp forgotten", "loss of one rank"])
+def test_the_comparison_sees_a_wrong_average(folders: list[Path], expected: Any, fault: str) -> None:
+    """What 5e-6 must not let through, at its smallest: half of the gradient, or the loss of half of the samples."""
+    loss, gradients = expected[folders[0], 1]
+    half = {name: g / 2 for name, g in gradients.items()}
+    other_loss, other = expected[folders[0], 2]
+    if fault == "factor sp forgotten":
+        assert worst_gradient(half, gradients)[0] > 0.4
+    else:
+        assert worst_gradient(gradients, other)[0] > 0.1
+        assert abs(loss / other_loss - 1) > 100 * TOLERANCE
