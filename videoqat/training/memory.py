@@ -148,9 +148,9 @@ def job_memory(job: Job) -> dict[str, int]:
     return memory_per_gpu(job_cost(job, largest), job.recipe, job.layout, config.train, config.parallel, ema=ema, kernel=kernel)
 
 
-def warn_if_too_large(job: Job, memory: dict[str, int]) -> None:
-    """A WARNING where the estimate `memory` is more than the GPU has, with what would lower it."""
-    limit = gpu_limit(job.device)
+def warn_if_too_large(job: Job) -> None:
+    """A WARNING where the estimate is more than the GPU has, with what would lower it."""
+    memory, limit = job_memory(job), gpu_limit(job.device)
     if memory["total"] <= limit.bytes:
         return
     loop = job.config.train
@@ -177,8 +177,7 @@ def estimate(job: Job) -> dict[str, Any]:
     buckets = sorted({sample.bucket for sample in job.cache.samples})
     costs = {bucket: job_cost(job, bucket) for bucket in buckets}
     first = costs[buckets[0]]
-    memory = job_memory(job)
-    warn_if_too_large(job, memory)
+    warn_if_too_large(job)
     samples_per_step = loop.batch_size * job.accumulation * job.layout.dp
     steps_per_epoch = job.order.batches_per_epoch * loop.batch_size / samples_per_step
     return {
@@ -197,6 +196,6 @@ def estimate(job: Job) -> dict[str, Any]:
         "steps_per_epoch": steps_per_epoch,
         "epochs": loop.steps / steps_per_epoch,
         "flow_time_range": list(job.time_range),
-        "memory_bytes": memory,
+        "memory_bytes": job_memory(job),
         "memory_limit_bytes": gpu_limit(job.device).bytes,
     }

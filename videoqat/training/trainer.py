@@ -12,7 +12,7 @@ from typing import Any
 
 from videoqat.attention.backends import Receipt, record_receipts
 from videoqat.config import TrainConfig, to_yaml
-from videoqat.console import progress, say
+from videoqat.console import is_rank_zero, progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
@@ -23,7 +23,7 @@ from videoqat.training.batches import Ahead
 from videoqat.training.engines import make_engine
 from videoqat.training.job import Job, check
 from videoqat.training.looks import Looks, check_looks
-from videoqat.training.memory import estimate
+from videoqat.training.memory import estimate, warn_if_too_large
 from videoqat.training.resume import agreed_checkpoint, choose_checkpoint
 from videoqat.training.runlog import RunLog, disk_errors, only_run, read_log, stop_on_signal
 from videoqat.training.step import Run, Step, take_step
@@ -107,6 +107,8 @@ def train(config: TrainConfig) -> dict[str, Any]:
     """
     job = check(config)
     held_out = check_looks(job)
+    if job.device.type == "cuda" and is_rank_zero():
+        warn_if_too_large(job)
     with open_mesh(config.parallel, job.device, num_heads=job.geometry.num_heads) as mesh, contextlib.ExitStack() as stack:
         return _train(job, held_out, mesh, stack)
 
