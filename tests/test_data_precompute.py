@@ -146,7 +146,7 @@ def test_same_clip_under_two_names_is_encoded_once(config: PreprocessConfig, sou
 def test_captions_that_are_cut_are_said(config: PreprocessConfig, capsys: pytest.CaptureFixture[str]) -> None:
     """The tiny tokenizer needs more than 16 tokens for one caption and fewer for the others."""
     preprocess(config)
-    assert "1 captions fill max_text_tokens=16" in capsys.readouterr().err
+    assert "1 captions are longer than max_text_tokens=16 and were cut" in capsys.readouterr().err
     cache = CachedVideos(config.out)
     assert [cache.load(index)["text"].shape[0] == 16 for index in range(4)] == [False, False, False, True]
 

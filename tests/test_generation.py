@@ -41,7 +41,8 @@ def stock_frames(folder: Path, sampling: SamplingConfig, seed: int, dtype: torch
 
     vae = AutoencoderKLWan.from_pretrained(folder, subfolder="vae", torch_dtype=torch.float32)
     pipe = WanPipeline.from_pretrained(folder, vae=vae, torch_dtype=dtype)
-    pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=sampling.flow_shift)
+    if sampling.flow_shift:
+        pipe.scheduler = UniPCMultistepScheduler.from_config(pipe.scheduler.config, flow_shift=sampling.flow_shift)
     pipe.set_progress_bar_config(disable=True)
     pipe.to(device)
     frames = pipe(

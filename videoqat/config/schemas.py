@@ -65,7 +65,7 @@ class PreprocessConfig:
     fps: float = 16.0
     workers: int = 1
     shard_samples: int = 64
-    max_text_tokens: int = 512
+    max_text_tokens: int = 0  # to which text is cut and padded; 0: the model's own number
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def validate(self) -> None:
@@ -78,7 +78,7 @@ class PreprocessConfig:
         require(0 < self.fps <= 240, "fps", self.fps, "above 0, at most 240")
         require(self.workers >= 1, "workers", self.workers, "at least 1")
         require(self.shard_samples >= 1, "shard_samples", self.shard_samples, "at least 1")
-        require(self.max_text_tokens >= 1, "max_text_tokens", self.max_text_tokens, "at least 1")
+        require(self.max_text_tokens >= 0, "max_text_tokens", self.max_text_tokens, "0 (the model's own) or more")
 
 
 @dataclass

@@ -126,7 +126,8 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
         UserError: settings that can't be used, or no clip that might be.
     """
     config.validate()
-    _, geometry, buckets = _checked_geometry(config)
+    family, geometry, buckets = _checked_geometry(config)
+    family.text_tokens(config.model.path, config.max_text_tokens)
     _check_out(Path(config.out))
     entries = find_clips(config.source)
     skipped = [entry for entry in entries if entry.problem]
@@ -152,6 +153,7 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
     """
     config.validate()
     family, geometry, buckets = _checked_geometry(config)
+    max_text_tokens = family.text_tokens(config.model.path, config.max_text_tokens)
     device, dtype = config.runtime.resolve()
     out = Path(config.out)
     _check_out(out)
@@ -166,14 +168,14 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
             "family": family.name,
             "buckets": list(buckets),
             "fps": config.fps,
-            "max_text_tokens": config.max_text_tokens,
+            "max_text_tokens": max_text_tokens,
             "dtype": str(dtype).removeprefix("torch."),
             "encoder_fingerprint": encoder_fingerprint(config.model.path),
             "format": INDEX_FORMAT,
         }
         settings["settings_key"] = _digest(settings)
         store = ShardStore(out, config.shard_samples)
-        encode = _Encoder(config, family, geometry, device, dtype)
+        encode = _Encoder(config.model.path, max_text_tokens, family, geometry, device, dtype)
         samples, encoded = [], 0
 
         null_key = _digest([settings["settings_key"], "null text"])
@@ -231,7 +233,7 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
     said = f"{out}: {len(samples)} samples ({encoded} encoded now)"
     say(f"{said}, {len(skipped)} skipped: {_phrase(counts)}; see {out / 'report.json'}" if skipped else f"{said}, none skipped")
     if encode.cut_captions:
-        say(f"{len(encode.cut_captions)} captions fill max_text_tokens={config.max_text_tokens} and may be cut")
+        say(f"{len(encode.cut_captions)} captions are longer than max_text_tokens={max_text_tokens} and were cut")
     return result | {"buckets": index["buckets"]}
 
 
@@ -292,14 +294,15 @@ def _map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) 
 class _Encoder:
     """VAE and text encoder, loaded when the first clip needs them: a run that finds everything in the cache loads nothing."""
 
-    def __init__(self, config: PreprocessConfig, family: ModelFamily, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
-        self.config, self.family, self.geometry, self.device, self.dtype = config, family, geometry, device, dtype
+    def __init__(self, folder: str, max_text_tokens: int, family: ModelFamily, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+        self.folder, self.max_text_tokens = folder, max_text_tokens
+        self.family, self.geometry, self.device, self.dtype = family, geometry, device, dtype
         self.cut_captions: set[str] = set()
         self._text = functools.lru_cache(maxsize=1024)(self._encode_text)  # captions repeat
 
     @functools.cached_property
     def encoders(self) -> Any:
-        return self.family.load_encoders(self.config.model.path, device=self.device, dtype=self.dtype)
+        return self.family.load_encoders(self.folder, device=self.device, dtype=self.dtype)
 
     def video(self, frames: np.ndarray) -> torch.Tensor:
         """Latents (C, F, H, W) float32 on the CPU of frames (F, H, W, 3) uint8."""
@@ -307,7 +310,7 @@ class _Encoder:
         latents = self.family.encode_video(self.encoders, video_BCFHW)[0].float().cpu()
         expected = self.geometry.latent_shape(*frames.shape[:3])
         if tuple(latents.shape) != expected:
-            raise CheckpointError(f"{self.config.model.path}: the VAE gives latents {tuple(latents.shape)} where the configuration says {expected}")
+            raise CheckpointError(f"{self.folder}: the VAE gives latents {tuple(latents.shape)} where the configuration says {expected}")
         return latents
 
     def text(self, caption: str) -> torch.Tensor:
@@ -315,10 +318,9 @@ class _Encoder:
         return self._text(caption)
 
     def _encode_text(self, caption: str) -> torch.Tensor:
-        text_LD = self.family.encode_prompts(self.encoders, [caption], self.config.max_text_tokens)[0].cpu()
-        if text_LD.shape[0] >= self.config.max_text_tokens:
+        if self.family.count_tokens(self.encoders, [caption])[0] > self.max_text_tokens:
             self.cut_captions.add(caption)
-        return text_LD
+        return self.family.encode_prompts(self.encoders, [caption], self.max_text_tokens)[0].cpu()
 
 
 def _write_report(out: Path, config: PreprocessConfig, entries: list[ClipEntry], skipped: list[ClipEntry], device: str) -> None:

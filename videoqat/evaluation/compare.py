@@ -32,7 +32,7 @@ from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
 from videoqat.files import atomic_path, writable_folder, write_json
-from videoqat.generation.engine import Engine, VideoResult, check_size, choose_recipe
+from videoqat.generation.engine import Engine, VideoResult, check_sampling, choose_recipe
 from videoqat.models.spec import family_of
 from videoqat.provenance import commit, device_name, provenance, versions
 from videoqat.recipes import get_recipe
@@ -137,7 +137,7 @@ def plan(config: CompareConfig) -> dict[str, Any]:
     device, dtype = config.runtime.resolve()
     entries = []
     for entry in config.entries:
-        size = check_size(entry.model, config.sampling)
+        size = check_sampling(entry.model, config.sampling)
         recipe, warnings = choose_recipe(entry.model, entry.recipe)
         kernel = config.runtime.kernel if recipe.is_quantised else "auto"
         receipt = resolve(recipe, device, dtype, size["head_dim"], kernel).to_dict()

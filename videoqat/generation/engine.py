@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from videoqat.attention.backends import record_receipts, resolve
-from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig, to_dict
+from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig, require, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
 from videoqat.errors import CheckpointError, NonFiniteVideo, UserError
@@ -65,20 +66,27 @@ def choose_recipe(folder: str | Path, recipe: str | AttentionRecipe) -> tuple[At
     return chosen, [f"{folder} was trained for recipe {trained_for.name} and runs here with recipe {chosen.name}{detail}"]
 
 
-def check_size(folder: str | Path, sampling: SamplingConfig) -> dict[str, Any]:
-    """Checks frames, height and width against the model in `folder` from its configuration alone, and says what they come to.
+def check_sampling(folder: str | Path, sampling: SamplingConfig) -> dict[str, Any]:
+    """Checks how a video is to be sampled against the model in `folder` from its configuration alone, and says what its size comes to.
 
     Returns:
         `family`, `latent_shape` (C, F, H, W), `num_tokens` (video tokens in the transformer), `head_dim`.
 
     Raises:
-        ConfigError: a size that the VAE and the patching can't take; legal neighbours are named.
+        ConfigError: a size that the VAE and the patching can't take (legal neighbours are named), a number of text tokens, a flow shift or dynamic
+            guidance that this model doesn't know.
     """
     family = family_of(folder)
     size = (sampling.num_frames, sampling.height, sampling.width)
     geometries = [family.geometry(folder, component) for component in family.components(folder)]
     for geometry in geometries:
         geometry.check_size("sampling", *size)
+    text_tokens(folder, sampling)
+    schedule = family.noise_schedule(folder)
+    own = schedule.flow_shift is not None or not sampling.flow_shift
+    require(own, "sampling.flow_shift", sampling.flow_shift, f"0 for {folder}, whose noise schedule ({schedule.name}) takes no flow shift")
+    dynamic = family.has_dynamic_guidance or not sampling.dynamic_guidance
+    require(dynamic, "sampling.dynamic_guidance", sampling.dynamic_guidance, f"false for {folder}: pipelines of {family.name} have none")
     first = geometries[0]
     return {
         "family": family.name,
@@ -89,23 +97,27 @@ def check_size(folder: str | Path, sampling: SamplingConfig) -> dict[str, Any]:
 
 
 def text_tokens(folder: str | Path, sampling: SamplingConfig) -> int:
-    """To how many tokens the text is padded. Wan's cross-attention sees the padding, so it has to be as many as in training.
+    """To how many tokens the text is padded. Attention sees the padding, so it has to be as many as in training.
 
-    `sampling.max_text_tokens` where it isn't 0; else what videoqat.json says the checkpoint was trained with; else diffusers' 512.
+    `sampling.max_text_tokens` where it isn't 0; else what videoqat.json says the checkpoint was trained with; else the model's own number.
+
+    Raises:
+        ConfigError: a number that this model can't be given.
     """
-    if sampling.max_text_tokens:
-        return sampling.max_text_tokens
     training = read_model_json(folder, "videoqat.json").get("training", {}) if (Path(folder) / "videoqat.json").is_file() else {}
-    return int(training.get("max_text_tokens", 512))
+    wanted = sampling.max_text_tokens or int(training.get("max_text_tokens", 0))
+    return family_of(folder).text_tokens(folder, wanted, "sampling.max_text_tokens")
 
 
 def with_flow_shift(scheduler: Any, flow_shift: float) -> Any:
-    """A scheduler like `scheduler` (diffusers), its timesteps shifted towards noise by `flow_shift`: t -> s t / (1 + (s - 1) t).
+    """A scheduler like `scheduler` (diffusers), its timesteps shifted towards noise by `flow_shift`: t -> s t / (1 + (s - 1) t); 0: by its own.
 
     Raises:
         CheckpointError: a scheduler to which a flow shift means nothing, such as DDIM.
     """
     config = scheduler.config
+    if not flow_shift:
+        return type(scheduler).from_config(config)
     if "flow_shift" in config and config.get("use_flow_sigmas"):
         return type(scheduler).from_config(config, flow_shift=flow_shift, use_dynamic_shifting=False)
     if "shift" in config:
@@ -152,20 +164,23 @@ class Engine:
     Args:
         folder: a diffusers pipeline folder.
         runtime: device, dtype and kernel.
+        pipeline: of that folder, in memory already, its transformers in training maybe; None: it is loaded.
 
     Raises:
         CheckpointError: the folder is torn, or of a family that isn't supported.
         ConfigError: a device that isn't there.
     """
 
-    def __init__(self, folder: str | Path, runtime: RuntimeConfig) -> None:
+    def __init__(self, folder: str | Path, runtime: RuntimeConfig, pipeline: Any = None) -> None:
         self.folder = Path(folder)
         self.runtime = runtime
         self.device, self.dtype = runtime.resolve()
         self.family = family_of(folder)
-        self.pipeline = self.family.load_pipeline(folder, device=self.device, dtype=self.dtype)
+        self.has_folders_weights = pipeline is None
+        self.pipeline = self.family.load_pipeline(folder, device=self.device, dtype=self.dtype) if pipeline is None else pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self.transformers: dict[str, torch.nn.Module] = {name: getattr(self.pipeline, name) for name in self.family.components(folder)}
+        self._scheduler = self.pipeline.scheduler
         self._said: set[str] = set()
 
     def install(self, recipe: AttentionRecipe) -> dict[str, list[str]]:
@@ -191,6 +206,15 @@ class Engine:
             self._said.add(warning)
             say(f"warning: {warning}")
 
+    def _cut_texts(self, texts: dict[str, str], max_tokens: int) -> list[str]:
+        """A warning for each text that is longer than what the text encoder is given of it."""
+        counts = self.family.count_tokens(self.pipeline, list(texts.values()))
+        return [
+            f"the {name} has {count} tokens, of which the model sees the first {max_tokens}: {text!r}"
+            for (name, text), count in zip(texts.items(), counts, strict=True)
+            if count > max_tokens
+        ]
+
     def generate(
         self,
         prompt: str,
@@ -199,6 +223,8 @@ class Engine:
         recipe: str | AttentionRecipe,
         *,
         on_step: Callable[[int, int], None] | None = None,
+        text_1LD: tuple[Tensor, Tensor] | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> VideoResult:
         """Renders one video.
 
@@ -208,19 +234,25 @@ class Engine:
             sampling: size, steps, guidance, flow shift.
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
             on_step: called with (steps done, steps in all) after each denoising step; what it raises ends the call.
+            text_1LD: embeddings of prompt and negative prompt, where the pipeline has no text encoder; on its device.
+            agree: whether something is so on any of the ranks that render at the same time with the same sharded weights: `NonFiniteVideo` must end
+                the call on all of them.
 
         Raises:
             ConfigError: sizes the model can't do, or an unknown recipe.
             AttentionError: the recipe can't run on this device, or not with the kernel asked for.
             NonFiniteVideo: NaN or inf in latents or pixels.
         """
-        check_size(self.folder, sampling)
-        chosen, warnings = choose_recipe(self.folder, recipe)
+        check_sampling(self.folder, sampling)
+        num_text_tokens = text_tokens(self.folder, sampling)
+        chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
+        if text_1LD is None:
+            warnings += self._cut_texts({"prompt": prompt, "negative prompt": sampling.negative_prompt}, num_text_tokens)
         for warning in warnings:
             self._warn(warning)
         self.install(chosen)
-        # A scheduler keeps state between steps, and the one in the folder may carry another shift.
-        self.pipeline.scheduler = with_flow_shift(self.pipeline.scheduler, sampling.flow_shift)
+        # A scheduler keeps state between steps, so each video gets one of its own.
+        self.pipeline.scheduler = with_flow_shift(self._scheduler, sampling.flow_shift)
 
         text_s, vae_s = 0.0, 0.0
         steps_s: list[float] = []
@@ -235,7 +267,7 @@ class Engine:
         def after_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal step_start
             steps_s.append(self._clock() - step_start)
-            if not torch.isfinite(tensors["latents"]).all():
+            if agree(not torch.isfinite(tensors["latents"]).all()):
                 raise NonFiniteVideo(f"latents became NaN or inf in denoising step {step + 1} of {sampling.num_inference_steps}: {where}")
             if on_step is not None:
                 on_step(step + 1, sampling.num_inference_steps)
@@ -246,7 +278,7 @@ class Engine:
             nonlocal vae_s
             vae_s += end - start
             pixels = decoded[0] if isinstance(decoded, tuple) else decoded.sample
-            if not torch.isfinite(pixels).all():
+            if agree(not torch.isfinite(pixels).all()):
                 raise NonFiniteVideo(f"the VAE decoded finite latents to NaN or inf: {where}")
 
         with (
@@ -254,9 +286,12 @@ class Engine:
             _watched(self.pipeline, "encode_prompt", after_text, self._clock),
             _watched(self.pipeline.vae, "decode", after_decode, self._clock),
         ):
+            if text_1LD is None:
+                text: dict[str, Any] = {"prompt": prompt, "negative_prompt": sampling.negative_prompt}
+            else:
+                text = dict(zip(("prompt_embeds", "negative_prompt_embeds"), text_1LD, strict=True))
             output = self.pipeline(
-                prompt=prompt,
-                negative_prompt=sampling.negative_prompt,
+                **text,
                 height=sampling.height,
                 width=sampling.width,
                 num_frames=sampling.num_frames,
@@ -264,7 +299,8 @@ class Engine:
                 guidance_scale=sampling.guidance_scale,
                 generator=torch.Generator("cpu").manual_seed(seed),
                 callback_on_step_end=after_step,
-                max_sequence_length=text_tokens(self.folder, sampling),
+                max_sequence_length=num_text_tokens,
+                **({"use_dynamic_cfg": True} if sampling.dynamic_guidance else {}),
                 output_type="np",
             )
         frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
@@ -282,7 +318,7 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
         UserError: whatever `generate` would refuse before it loads the model.
     """
     config.validate()
-    size = check_size(config.model, config.sampling)
+    size = check_sampling(config.model, config.sampling)
     recipe, warnings = choose_recipe(config.model, config.recipe)
     device, dtype = config.runtime.resolve()
     # A kernel that is insisted on is meant for quantised layers (`models.install`).
