@@ -7,16 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ranks import run_ranks
 from helpers.training import tiny_config
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.fsdp import fully_shard
 
-from videoqat.config import ExportConfig
+from videoqat.config import ExportConfig, ParallelConfig
 from videoqat.errors import CheckpointError, UserError
-from videoqat.models.spec import read_recipe
+from videoqat.models.spec import family_of, read_recipe
+from videoqat.parallel.mesh import open_mesh
 from videoqat.recipes import RECIPES
 from videoqat.training import export as module
 from videoqat.training import state
 from videoqat.training.export import export, plan
+from videoqat.training.state import Saver
 from videoqat.training.trainer import train
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -112,14 +117,70 @@ def test_of_a_pair_the_other_transformer_stays_and_each_recipe_is_noted(
 
 
 def test_the_pipeline_loads_and_generates_with_the_exported_weights(run: Path, tmp_path: Path) -> None:
-    from videoqat.models.spec import family_of
-
     out = tmp_path / "out"
     export(ExportConfig(run=str(run), out=str(out)))
     pipeline = family_of(out).load_pipeline(out, device="cpu", dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a bag moves up", num_frames=5, height=32, width=32, num_inference_steps=2, output_type="np", guidance_scale=1.0).frames
     assert frames.shape == (1, 5, 32, 32, 3)
+
+
+def save_sharded(pipeline: Path, checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Rewrites a checkpoint as two ranks would have written it, with an average that differs from the weights; what the average is."""
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    with open_mesh(ParallelConfig(), torch.device("cpu")) as mesh, Saver(mesh, checkpoint.parent, 5) as saver:
+        transformer = family_of(pipeline).load_transformer(pipeline, "transformer", dtype=torch.float32, from_scratch=True, seed=3)
+        fully_shard(transformer, mesh=mesh.fsdp_mesh)
+        weights = transformer.state_dict()
+        average = {name: (p.detach() + 1) / 2 for name, p in transformer.named_parameters()}
+        optimizer = {name: {"exp_avg": torch.zeros_like(p), "step": torch.tensor(1.0)} for name, p in transformer.named_parameters()}
+        saver.start(3, {"model": weights, "optimizer": optimizer, "ema": average}, meta | {"step": 3})
+        saver.finish()
+        return {name: p.full_tensor() for name, p in average.items()}  # type: ignore[attr-defined]
+
+
+@pytest.mark.dist
+def test_what_two_ranks_trained_is_exported_by_one_process_that_reads_the_weights_alone(
+    run: Path, tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    expected = run_ranks(save_sharded, 2, tiny_pipeline, tmp_path / "run/checkpoints/step-000002")[0]
+    assert (tmp_path / "run/checkpoints/step-000003/__1_0.distcp").stat().st_size > 0
+
+    read: list[str] = []
+    reading = FileSystemReader.read_data
+
+    def noting(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        read.extend(item.storage_index.fqn for item in plan.items)
+        return reading(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", noting)
+    monkeypatch.setenv("RANK", "1")  # under torchrun the others have nothing to do
+    assert export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out"))) == {}
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("RANK", "0")
+    result = export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))
+    assert (result["steps"], result["weights"], result["tensors"]) == (3, "ema", len(expected))
+    exported = load_file(tmp_path / "out/transformer" / WEIGHTS)
+    assert exported.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(exported[name], tensor), name
+    assert set(read) == {f"ema.{name}" for name in expected}  # not the weights under the average, and nothing of the optimiser
+
+
+def test_a_checkpoint_of_an_earlier_version_can_still_be_exported(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    checkpoint = tmp_path / "run/checkpoints/step-000002"
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    for group in ("parallel", "validation"):
+        del meta["config"][group]
+    kept = ("steps", "batch_size", "seed", "activation_checkpointing", "log_every", "save_every", "keep_last", "health_every", "resume")
+    meta["config"]["train"] = {key: meta["config"]["train"][key] for key in kept} | {"accumulation": 2, "autocast": "none"}
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    marker = json.loads((checkpoint / "COMMITTED").read_text())
+    marker["files"]["meta.json"] = (checkpoint / "meta.json").stat().st_size
+    (checkpoint / "COMMITTED").write_text(json.dumps(marker))
+    assert export(ExportConfig(run=str(tmp_path / "run"), out=str(tmp_path / "out")))["steps"] == 2
 
 
 def refuse(config: ExportConfig, message: str) -> None:

@@ -219,7 +219,7 @@ def test_all_that_does_not_decide_the_numbers_may_change() -> None:
             *("async_save", "activation_checkpointing", "offload_block_inputs", "compile"),
         )
     }
-    for key, value in state._flat(whole["config"]):
+    for key, value in state.flat(whole["config"]):
         changed = identity(config=whole["config"], **{"config__" + key.replace(".", "__"): [value]})
         if key in free or key.startswith(("parallel.", "validation.", "runtime.")):
             state.check_resumable(Path("step-1"), whole, changed)

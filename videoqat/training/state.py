@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
@@ -121,9 +120,9 @@ def save(checkpoints: Path, step: int, tensors: dict[str, Any], meta: dict[str, 
             aside.mkdir(parents=True)
     try:
         with _all_or_none(final, group), _quiet():
-            written = dcp_save(tensors, checkpoint_id=aside, process_group=group, no_dist=_no_dist())
+            dcp_save(tensors, checkpoint_id=aside, process_group=group, no_dist=_no_dist())
             if is_rank_zero():
-                _commit(aside, final, meta, written)
+                _commit(aside, final, meta)
     except CheckpointError:
         if is_rank_zero():  # by now no rank is writing any more
             shutil.rmtree(aside, ignore_errors=True)
@@ -133,13 +132,13 @@ def save(checkpoints: Path, step: int, tensors: dict[str, Any], meta: dict[str, 
     return final
 
 
-def _commit(aside: Path, final: Path, meta: dict[str, Any], written: Metadata) -> None:
+def _commit(aside: Path, final: Path, meta: dict[str, Any]) -> None:
     """Adds meta.json and COMMITTED to what all ranks wrote aside, and gives it its name."""
     write_json(aside / "meta.json", meta)
     sizes = {path.name: path.stat().st_size for path in sorted(aside.iterdir())}
     # Sizes as the ranks wrote them, not as this host sees them: a file of another host that isn't here, or not all of it, must not go unnoticed.
     extents: dict[str, int] = {}
-    for item in (written.storage_data or {}).values():
+    for item in FileSystemReader(aside).read_metadata().storage_data.values():
         extents[item.relative_path] = max(extents.get(item.relative_path, 0), item.offset + item.length)
     write_json(aside / MARKER, {"files": sizes | extents})
     if fault := problem(aside):
@@ -177,12 +176,10 @@ class Saver:
 
     def __init__(self, mesh: Mesh, checkpoints: Path, keep_last: int, *, background: bool = True) -> None:
         self._mesh, self._checkpoints, self._keep_last, self._background = mesh, checkpoints, keep_last, background
-        gpu = mesh.device.type == "cuda"
-        # Its buffers stay from save to save; on a GPU they are pinned, and copying runs at the full speed of the bus.
-        options = StagingOptions(use_pinned_memory=gpu, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=gpu)
-        self._stager = DefaultStager(options)
+        self._stager: BlockingAsyncStager | None = None
+        self._staged: list[str] = []
         # A thread starts out with GPU 0 as its device, whatever this process uses.
-        own_gpu = (lambda: torch.cuda.set_device(mesh.device)) if gpu else None
+        own_gpu = (lambda: torch.cuda.set_device(mesh.device)) if mesh.device.type == "cuda" else None
         self._writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=own_gpu)
         self._task: concurrent.futures.Future[Path] | None = None
 
@@ -193,10 +190,18 @@ class Saver:
             CheckpointError: that earlier save failed.
         """
         self.finish()
-        staged: Any = self._stager.stage(tensors) if self._background else tensors
+        staged = self._copy(tensors) if self._background else tensors
         self._task = self._writer.submit(save, self._checkpoints, step, staged, meta, self._keep_last, self._mesh.cpu_group)
         if not self._background:
             concurrent.futures.wait([self._task])
+
+    def _copy(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        """`tensors` in the host's memory. From a GPU, into pinned buffers that stay from save to save, at the full speed of the bus."""
+        keys = [key for key, _ in flat(tensors)]
+        if self._stager is None or keys != self._staged:  # a parameter that now has moments, say
+            self._stager = BlockingAsyncStager(cache_staged_state_dict=self._mesh.device.type == "cuda")
+            self._staged = keys
+        return self._stager.stage(tensors)
 
     def poll(self) -> Path | None:
         """The checkpoint that was begun, once it is whole on the disk (told once); None before, and while nothing is being saved. Doesn't wait.
@@ -227,7 +232,6 @@ class Saver:
             say(f"WARNING: {late}")  # the error under way matters more
         finally:
             self._writer.shutdown()
-            self._stager.close()
 
 
 def problem(checkpoint: Path) -> str | None:
