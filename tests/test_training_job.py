@@ -11,9 +11,11 @@ from helpers.training import tiny_config
 from safetensors.torch import load_file
 
 from videoqat.errors import ConfigError, UserError
+from videoqat.parallel.mesh import Layout
 from videoqat.training import trainer
+from videoqat.training.batches import load_batch
 from videoqat.training.job import check
-from videoqat.training.trainer import load_batch, train
+from videoqat.training.trainer import train
 
 
 def test_an_expert_of_a_pair_is_trained_on_its_times(tiny_pipeline_pair: Path, tiny_cache: Path, tmp_path: Path) -> None:
@@ -31,6 +33,17 @@ BAD = {
     "dtype": ({"runtime__dtype": "bfloat16"}, "runtime.dtype='bfloat16' is not legal; legal: auto or float32"),
     "kernel": ({"runtime__kernel": "cuda_nvfp4"}, "kernel='cuda_nvfp4'"),
     "kernel that can't": ({"runtime__kernel": "sdpa"}, "kernel='sdpa' can't serve recipe 'attn_qat'"),
+    "heads": ({"parallel__sp": 3}, r"parallel.sp=3 does not divide the model's 2 heads; legal for 1 processes: 1"),
+    "equation": ({"parallel__sp": 2}, r"world size 1 = dp_replicate \* dp_shard \* sp does not hold for dp_replicate 1 \* dp_shard \(what is left\)"),
+    "replicas": ({"parallel__engine": "deepspeed", "parallel__dp_replicate": 2}, "parallel.dp_replicate=2 is not legal; legal: 1 with"),
+    "codes": (
+        {"parallel__ulysses_wire": "packed", "recipe": "sage3"},
+        "parallel.ulysses_wire=packed is not possible with recipe 'sage3': it smooths .*; legal: auto, bf16",
+    ),
+    "global batch": (
+        {"train__batch_size": 2, "train__global_batch_size": 8},
+        "cache='.*' is too small for one step: its 6 samples fill 3 batches of train.batch_size=2 .6 samples., train.global_batch_size=8 takes 8",
+    ),
     "batch": ({"train__batch_size": 7}, "batch_size=7 is more than any bucket of .* holds .5x32x32: 6"),
     "keep_layers": ({"recipe": "bad.json"}, r"keep_layers=\[9\] is not legal; legal: blocks 0 to 1"),
 }
@@ -81,11 +94,37 @@ def test_a_cache_that_the_transformer_can_not_take_is_refused(make: Any, tmp_pat
         check(make("run", model__path=str(other)))
 
 
-def test_plan_counts_without_loading(make: Any, tmp_path: Path, tiny_pipeline: Path) -> None:
-    config = make("run", train__batch_size=2, train__accumulation=3, train__steps=10, optimizer__ema_decay=0.9, from_scratch=False)
+def test_the_global_batch_is_divided_among_data_parallel_positions(make: Any) -> None:
+    for replicate, shard, sp, accumulation in ((1, 1, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 4, 1, 1)):
+        layout = {"parallel__dp_replicate": replicate, "parallel__dp_shard": shard, "parallel__sp": sp}
+        job = check(make("run", train__global_batch_size=4, **layout), replicate * shard * sp)
+        assert job.layout == Layout(replicate, shard, sp)
+        assert job.accumulation == accumulation
+    assert check(make("run", train__batch_size=2), 3).accumulation == 1
+    message = (
+        r"train.global_batch_size=6 = train.batch_size 1 \* data-parallel positions 4 \* accumulation does not hold; "
+        r"legal: a multiple of 4, such as 4 or 8, or dp_replicate \* dp_shard one of 1, 2, 3, 6"
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(make("run", train__global_batch_size=6), 4)
+    with pytest.raises(ConfigError, match=r"legal: a multiple of 4, such as 4, or dp_replicate .* one of 1, 2"):
+        check(make("run", train__global_batch_size=2), 4)
+
+
+def test_a_layout_can_be_asked_for_without_its_gpus(make: Any) -> None:
+    config = make("run", train__global_batch_size=4, parallel__world_size=8, parallel__sp=2, parallel__dp_replicate=2)
     planned = trainer.plan(config)
+    assert planned["layout"] == "8 = dp_replicate 2 * dp_shard 2 * sp 2"
+    assert (planned["samples_per_step"], planned["accumulation"]) == (4, 1)
+    with pytest.raises(ConfigError, match=r"parallel.world_size=8 is not legal; legal: 0, or 1: as many as torchrun started"):
+        train(config)
+
+
+def test_plan_counts_without_loading(make: Any, tmp_path: Path, tiny_pipeline: Path) -> None:
+    changes = {"train__batch_size": 2, "train__global_batch_size": 6, "train__steps": 10, "optimizer__ema_decay": 0.9, "from_scratch": False}
+    planned = trainer.plan(make("run", **changes))
     weights = load_file(tiny_pipeline / "transformer/diffusion_pytorch_model.safetensors")
-    assert planned["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert planned["parameters"] == planned["trained_parameters"] == sum(tensor.numel() for tensor in weights.values())
     assert planned["quantised_layers"] == ["blocks.0.attn1", "blocks.1.attn1"]
     assert planned["tokens_per_sample"] == {"5x32x32": 32}
     assert (planned["samples"], planned["samples_per_step"], planned["steps_per_epoch"], planned["epochs"]) == (6, 6, 1.0, 10.0)
@@ -97,23 +136,12 @@ def test_plan_counts_without_loading(make: Any, tmp_path: Path, tiny_pipeline: P
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("autocast", ["none", "bfloat16"])
-def test_the_activation_estimate_is_near_what_autograd_keeps(make: Any, autocast: str) -> None:
-    config = make("run", train__autocast=autocast, train__batch_size=6)
-    job = check(config)
-    run = trainer._start(job)
-    batch = load_batch(job, 0, list(range(6)))
-    own = {p.untyped_storage().data_ptr() for p in run.transformer.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        trainer._loss(run, batch)
-    estimate = trainer.plan(config)["memory_bytes"]
-    measured = sum(storage.nbytes() for storage in kept.values())
-    assert estimate["activations"] + estimate["autocast_copies"] == pytest.approx(measured, rel=0.4)
+def test_frozen_weights_are_counted_and_their_patterns_checked(make: Any, tiny_pipeline: Path) -> None:
+    planned = trainer.plan(make("run", train__trainable=["*.attn1.to_q.*", "*.attn1.to_k.weight"]))
+    weights = load_file(tiny_pipeline / "transformer/diffusion_pytorch_model.safetensors")
+    trained = sum(tensor.numel() for name, tensor in weights.items() if ".attn1.to_q." in name or ".attn1.to_k.weight" in name)
+    assert 0 < trained < planned["parameters"]
+    assert planned["trained_parameters"] == trained
+    assert planned["memory_bytes"]["moments"] == 8 * trained
+    with pytest.raises(ConfigError, match=r"train.trainable='attn3' matches no parameter of this model"):
+        trainer.plan(make("run", train__trainable=["attn3"]))
