@@ -15,11 +15,12 @@ from videoqat_kernels.triton_ops.quantize import _dequantize_kernel, _quantize_k
 from videoqat_kernels.triton_ops.sagebwd_kernels import int8_dkdv_kernel, int8_dq_kernel, int8_forward_kernel
 
 QUANTIZE = {"DP": 128, "TILE": 32, "BLOCK": 16, "FORMAT": "nvfp4", "PERMUTE": 16}
+BOTH = {"STORE_CODES": True, "STORE_OPERAND": True}
 ATTENTION = {"D": 128, "DP": 128, "BLOCK_M": 64, "BLOCK_N": 64, "GROUP": 16, "CAUSAL": True}
 INT8 = {"D": 128, "DP": 128, "CAUSAL": True}
 FORWARD = {"P_FORMAT": "nvfp4", "QUANTISED_SUM": False, "TWO_LEVEL": False, "HAS_BIAS": False, "MAXIMUM_FIRST": False}
 KERNELS = {
-    "quantize": (_quantize_kernel, QUANTIZE | {"ALONG_TOKENS": False, "INVERSE_DIVISORS": (1 / 6, 1 / 4), "STORE_CODES": True, "SUBTRACT_MEAN": 0}),
+    "quantize": (_quantize_kernel, QUANTIZE | BOTH | {"ALONG_TOKENS": False, "INVERSE_DIVISORS": (1 / 6, 1 / 4), "SUBTRACT_MEAN": 0}),
     "dequantize": (_dequantize_kernel, QUANTIZE | {"ALONG_TOKENS": True}),
     "forward": (attn_forward_kernel, ATTENTION | FORWARD),
     "prepare_gradient": (prepare_gradient_kernel, {"D": 128, "DP": 128, "TILE": 64}),

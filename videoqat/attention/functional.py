@@ -7,7 +7,6 @@ Recipes that quantise nothing go to torch's own SDPA.
 
 import functools
 import json
-from types import ModuleType
 from typing import Any, Literal, overload
 
 import torch
@@ -82,7 +81,7 @@ def attention(
         AttentionError: shapes, dtypes or devices that don't fit, or a kernel that doesn't exist or can't serve.
     """
     recipe = get_recipe(recipe)
-    _check(q_BNHD, k_BNHD, v_BNHD, kv_len)
+    check_tensors(q_BNHD, k_BNHD, v_BNHD, kv_len)
     training = torch.is_grad_enabled() and (q_BNHD.requires_grad or k_BNHD.requires_grad or v_BNHD.requires_grad)
     receipt = backends.resolve(recipe, q_BNHD.device, q_BNHD.dtype, q_BNHD.shape[3], kernel, training)
     if receipt.kernel == "sdpa":
@@ -106,7 +105,12 @@ def _record_sdpa(reason: str, device: str, recipe: str) -> None:
     backends.record(backends.Receipt("sdpa", True, reason, device, recipe))
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None) -> None:
+    """Requires shapes, dtypes and devices that fit together, as `attention` says them.
+
+    Raises:
+        AttentionError: they don't; names what was got.
+    """
     named = (("q", q), ("k", k), ("v", v))
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if any(x.ndim != 4 for _, x in named):
@@ -181,7 +185,7 @@ def _attention_forward_fake(
     return q.new_empty((B, num_queries, H, d)), lse, m_BHN, l_BHN, kept
 
 
-def _kernel(recipe: str, x: Tensor, kernel: str, training: bool) -> ModuleType:
+def _kernel(recipe: str, x: Tensor, kernel: str, training: bool) -> Any:
     receipt = backends.resolve(_from_json(recipe), x.device, x.dtype, x.shape[3], kernel, training)
     return backends.KERNELS[receipt.kernel]
 

@@ -4,18 +4,20 @@ A tile is some query rows against all keys: no running maximum, P whole in the b
 is allocated once a call and overwritten in place. `TILE_ELEMENTS` keeps those buffers in a core's cache; short sequences put several heads
 into one tile, so that Python's overhead doesn't count.
 
-Kept for the backward: q, k, v as they came and m, l (two floats a row). K', V' and Q' are quantised again: a few passes over N * d numbers
-beside dozens over N * N, and an own copy would be more memory than the inputs that autograd holds by reference. O_hp is not needed (see
-`reference.py`). SageBwd (`sagebwd.py`) keeps out, too, for its D.
+Kept for the backward: q, k, v as they came, or the codes that came for them, and m, l (two floats a row). K', V' and Q' are made again: a few
+passes over N * d numbers beside dozens over N * N, and an own copy would be more memory than the inputs that autograd holds by reference. O_hp is
+not needed (see `reference.py`). SageBwd (`sagebwd.py`) keeps out, too, for its D.
 """
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from videoqat.attention import reference, sagebwd
+from videoqat.formats import FORMATS, Quantized, fake_quantize, quantize, unpack_e2m1
 from videoqat.recipes import AttentionRecipe
 
 BY_NAME_ONLY = ()
@@ -50,15 +52,67 @@ def forward(
     if recipe.qk == "int8":
         out, lse, m, l_BHN = sagebwd.forward(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
         return out.to(q_BNHd.dtype), lse, m, l_BHN, []
-    B, num_queries, H, _ = q_BNHd.shape
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+    return *_attend(x, recipe, q_BNHd.shape, q_BNHd.dtype), []
+
+
+def encode(x_BNHd: Tensor, lengths_B: Tensor | None, format: str, along_tokens: bool, divisors: tuple[float, ...]) -> list[Tensor]:
+    """Codes and scales of x, in the layout of `coded.py`."""
+    if lengths_B is not None:
+        past_BN11 = (torch.arange(x_BNHd.shape[1], device=x_BNHd.device) >= lengths_B.unsqueeze(1))[:, :, None, None]
+        x_BNHd = x_BNHd.masked_fill(past_BN11, 0.0)
+    packed = quantize(x_BNHd.transpose(1, 2), format, 2 if along_tokens else 3, divisors).packed()
+    return [(x.transpose(2, 3) if along_tokens else x).contiguous() for x in packed]
+
+
+def forward_coded(
+    codes: list[Tensor],
+    v_BNHd: Tensor | None,
+    kv_len_B: Tensor | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    recipe: AttentionRecipe,
+    scale: float,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """`forward` from codes of q and k, and of v or v itself."""
+    B, H, num_queries = codes[0].shape[:3]
+    x = _decoded(codes, v_BNHd, recipe, codes[2].shape[2], head_dim, scale, kv_len_B)
+    return *_attend(x, recipe, (B, num_queries, H, head_dim), dtype), []
+
+
+def _decoded(
+    codes: list[Tensor], v_BNHd: Tensor | None, recipe: AttentionRecipe, num_keys: int, head_dim: int, scale: float, kv_len_B: Tensor | None
+) -> reference.Operands:
+    """What `reference.prepare` makes of q, k and v, from their codes; v itself is quantised where it is given."""
+
+    q, k = (_values(codes[i], codes[i + 1], recipe.qk, 3, head_dim).transpose(1, 2) for i in (0, 2))
+    if v_BNHd is None:
+        v = _values(codes[4].transpose(2, 3), codes[5].transpose(2, 3), recipe.pv, 2, num_keys).transpose(1, 2)
+        return reference.arrange(q, k, v, recipe, scale=scale, kv_len_B=kv_len_B, causal=False)
+    x = reference.arrange(q, k, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=False)
+    return replace(x, v_XKd=fake_quantize(x.v_XKd, recipe.pv, 1, recipe.scale_divisors))
+
+
+def _values(packed: Tensor, scales: Tensor, format: str, axis: int, length: int) -> Tensor:
+    """fp32 (B, H, N, d), from codes and scales whose blocks run along the last axis, to be moved to `axis`."""
+    spec = FORMATS[format]
+    codes = unpack_e2m1(packed, 2 * packed.shape[3]) if spec.element == "e2m1" else packed
+    return Quantized(codes.contiguous(), scales.contiguous(), format, axis, length).dequantize()
+
+
+def _attend(
+    x: reference.Operands, recipe: AttentionRecipe, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """out of `shape` (B, Nq, H, d) and `dtype`; lse, m and l (B, H, Nq) fp32."""
+    B, num_queries, H, _ = shape
     out = torch.empty_like(x.q_XRd)
     m_XR, l_XR = (torch.empty(out.shape[:2], device=out.device) for _ in range(2))
     for heads, rows, buffers in _tiles(x, reference.FORWARD_BUFFERS):
         out[heads, rows], m_XR[heads, rows], l_XR[heads, rows] = reference.forward_rows(x, recipe, heads, rows, buffers)
     lse = reference.natural_lse(x, recipe, m_XR, l_XR)
     lse, m_BHN, l_BHN = (y.view(B, H, num_queries) for y in (lse, m_XR, l_XR))
-    return reference.tokens_first(out, B, H, q_BNHd.dtype), lse, m_BHN, l_BHN, []
+    return reference.tokens_first(out, B, H, dtype), lse, m_BHN, l_BHN
 
 
 def backward(
@@ -77,18 +131,21 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV in the dtype and shape of q, k, v."""
-    assert q_BNHd is not None
-    assert k_BNHd is not None
-    assert v_BNHd is not None
-    if recipe.qk == "int8":
-        assert out_BNHd is not None
-        saved = (q_BNHd, k_BNHd, v_BNHd, out_BNHd, m_BHN, l_BHN)
-        gradients = sagebwd.backward(grad_out_BNHd, *saved, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
-        dq, dk, dv = (x.to(q_BNHd.dtype) for x in gradients)
-        return dq, dk, dv
-    B, _, H, _ = q_BNHd.shape
-    num_kv_heads = k_BNHd.shape[2]
-    x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+    B, _, H, d = grad_out_BNHd.shape
+    if kept:
+        x, num_kv_heads = _decoded(kept, v_BNHd, recipe, num_keys, d, scale, kv_len_B), kept[2].shape[1]
+    else:
+        assert q_BNHd is not None
+        assert k_BNHd is not None
+        assert v_BNHd is not None
+        if recipe.qk == "int8":
+            assert out_BNHd is not None
+            saved = (q_BNHd, k_BNHd, v_BNHd, out_BNHd, m_BHN, l_BHN)
+            gradients = sagebwd.backward(grad_out_BNHd, *saved, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
+            dq, dk, dv = (x.to(q_BNHd.dtype) for x in gradients)
+            return dq, dk, dv
+        num_kv_heads = k_BNHd.shape[2]
+        x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
     grad_out = reference.rows_first(grad_out_BNHd, num_kv_heads)
     m_XR, l_XR = (y.reshape(x.q_XRd.shape[:2]) for y in (m_BHN, l_BHN))
     dq, dk, dv = torch.empty_like(x.q_XRd), torch.zeros_like(x.k_XKd), torch.zeros_like(x.v_XKd)
@@ -96,8 +153,8 @@ def backward(
         dq[heads, rows] = reference.backward_rows(
             x, recipe, heads, rows, grad_out[heads, rows], m_XR[heads, rows], l_XR[heads, rows], dk[heads], dv[heads], buffers
         )
-    dk_BNHd, dv_BNHd = (reference.tokens_first(y[:, :num_keys], B, num_kv_heads, k_BNHd.dtype) for y in (dk, dv))
-    return reference.tokens_first(dq, B, H, q_BNHd.dtype), dk_BNHd, dv_BNHd
+    dk_BNHd, dv_BNHd = (reference.tokens_first(y[:, :num_keys], B, num_kv_heads, grad_out_BNHd.dtype) for y in (dk, dv))
+    return reference.tokens_first(dq, B, H, grad_out_BNHd.dtype), dk_BNHd, dv_BNHd
 
 
 def _tiles(x: reference.Operands, num_buffers: int) -> Iterator[tuple[slice, slice, list[Tensor]]]:

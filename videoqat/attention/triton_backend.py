@@ -86,6 +86,30 @@ def forward(
     return result.out, result.lse, result.m, result.l, result.codes
 
 
+def encode(x_BNHd: Tensor, lengths_B: Tensor | None, format: str, along_tokens: bool, divisors: tuple[float, ...]) -> list[Tensor]:
+    """Codes and scales of x, in the layout of `coded.py`."""
+    from videoqat_kernels.triton_ops import attention
+
+    return attention.encode(x_BNHd, lengths_B, format, along_tokens, divisors)
+
+
+def forward_coded(
+    codes: list[Tensor],
+    v_BNHd: Tensor | None,
+    kv_len_B: Tensor | None,
+    head_dim: int,
+    dtype: torch.dtype,
+    recipe: AttentionRecipe,
+    scale: float,
+    training: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """`forward` from codes of q and k, and of v or v itself; in training with v's codes if they were made here."""
+    from videoqat_kernels.triton_ops import attention
+
+    result = attention.forward_coded(codes, v_BNHd, kv_len_B, head_dim, dtype, recipe, scale, keep_codes=training)
+    return result.out, result.lse, result.m, result.l, result.codes
+
+
 def backward(
     grad_out_BNHd: Tensor,
     q_BNHd: Tensor | None,

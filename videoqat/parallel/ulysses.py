@@ -16,47 +16,24 @@ time embedding, every weight) gets a part of its gradient on each, and the parts
 Shapes: B batch, N tokens of the whole sequence, n of one rank's part, L text tokens, H heads, h of one rank's part, D head_dim. P ranks.
 """
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
+from videoqat.attention.coded import BLOCK_TOKENS, packed_obstacle
 from videoqat.attention.functional import attention
 from videoqat.errors import AttentionError, ConfigError
+from videoqat.parallel.exchange import all_to_all
+from videoqat.parallel.wire import attend_packed
 from videoqat.recipes import AttentionRecipe
 
 WIRES = ("auto", "bf16", "packed")
 Observe = Callable[[Tensor, Tensor, Tensor], None]  # q_BNhD, k_BNhD, v_BNhD: the whole sequence, this rank's heads
-
-
-@torch.library.custom_op("videoqat::all_to_all", mutates_args=())
-def all_to_all(x: Tensor, group: str) -> Tensor:
-    """x[i] goes to rank i of the process group of that name; out[i] came from rank i. x is (P, ...) of any dtype.
-
-    An operator, so that torch.compile and selective checkpointing see it as one thing; its gradient takes the same way back.
-    """
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    dist.all_to_all_single(out, x.contiguous(), group=_resolve_process_group(group))
-    return out
-
-
-@all_to_all.register_fake
-def _all_to_all_fake(x: Tensor, group: str) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _all_to_all_setup(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor, str], output: Tensor) -> None:
-    ctx.group = inputs[1]  # type: ignore[attr-defined]
-
-
-def _all_to_all_backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:
-    return all_to_all(grad, ctx.group), None  # type: ignore[attr-defined]
-
-
-all_to_all.register_autograd(_all_to_all_backward, setup_context=_all_to_all_setup)
 
 
 class _Gather(torch.autograd.Function):
@@ -95,11 +72,33 @@ class Ulysses:
         self.rank: int = group.rank()
         self.wire = wire
         self.num_tokens = 0
+        self._may_pack = wire == "packed" or (wire == "auto" and _spans_hosts(group))
+
+    def packs(self, recipe: AttentionRecipe) -> bool:
+        """Whether q, k and v of layers that attend by `recipe` travel as codes. Layers that quantise nothing have none.
+
+        `auto` packs where the ranks are on several hosts: 16 bits a number are little for NVLink, and much for a network.
+
+        Raises:
+            ConfigError: the wire is `packed`, and codes can't stand for what this recipe quantises.
+        """
+        obstacle = packed_obstacle(recipe) if recipe.is_quantised else None
+        if self.wire == "packed" and obstacle is not None:
+            raise ConfigError(f"parallel.ulysses_wire=packed is not possible with recipe {recipe.name!r}: {obstacle}; legal: auto, bf16")
+        return self._may_pack and recipe.is_quantised and obstacle is None
+
+    def describe(self, recipe: AttentionRecipe) -> dict[str, Any]:
+        """What happens to q, k and v of layers that attend by `recipe`, for logs and results."""
+        return {"degree": self.degree, "wire": "packed" if self.packs(recipe) else "bf16", "asked_for": self.wire}
 
     @property
     def part_size(self) -> int:
         """n: tokens of each rank's part, padding included."""
-        return -(-self.num_tokens // self.degree)
+        return self._part_size_of(self.num_tokens)
+
+    def _part_size_of(self, num_tokens: int) -> int:
+        step = BLOCK_TOKENS if self._may_pack else 1
+        return -(-num_tokens // (self.degree * step)) * step
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
         """This rank's n of the `num_tokens` along `dim`, padded at the tail with zeros. A view where there is nothing to pad."""
@@ -118,12 +117,7 @@ class Ulysses:
 
     def to_heads(self, *xs_BnHD: Tensor) -> list[Tensor]:
         """(B, n, H, D) each -> (B, N, h, D), in one exchange. H may differ, for grouped queries; P divides each."""
-        for x in xs_BnHD:
-            if x.shape[1] != self.part_size or x.shape[2] % self.degree:
-                raise AttentionError(
-                    f"{x.shape[1]} tokens and {x.shape[2]} heads can't be exchanged among {self.degree} ranks; legal: {self.part_size} tokens of a "
-                    f"sequence of {self.num_tokens}, and a multiple of {self.degree} heads"
-                )
+        self.check_parts(*xs_BnHD)
         send_PBnhD = torch.cat([x.unflatten(2, (self.degree, -1)).permute(2, 0, 1, 3, 4) for x in xs_BnHD], dim=3)
         received_PBnhD = all_to_all(send_PBnhD, self.group_name)
         whole_BNhD = received_PBnhD.transpose(0, 1).flatten(1, 2)[:, : self.num_tokens]
@@ -132,10 +126,23 @@ class Ulysses:
     def to_tokens(self, *xs_BNhD: Tensor) -> list[Tensor]:
         """The inverse of `to_heads`: (B, N, h, D) each -> (B, n, H, D), zeros in the padding."""
         together = torch.cat(xs_BNhD, dim=2) if len(xs_BNhD) > 1 else xs_BNhD[0]
-        padded = self._pad(together, 1, self.degree * self.part_size)
+        padded = self._pad(together, 1, self.degree * self._part_size_of(together.shape[1]))
         received_PBnhD = all_to_all(padded.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group_name)
         parts = received_PBnhD.split([x.shape[2] for x in xs_BNhD], dim=3)
         return [part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts]
+
+    def check_parts(self, *xs_BnHD: Tensor) -> None:
+        """Requires parts that can be exchanged.
+
+        Raises:
+            AttentionError: not a part's number of tokens, or heads that the ranks don't divide.
+        """
+        for x in xs_BnHD:
+            if x.ndim != 4 or x.shape[1] != self.part_size or x.shape[2] % self.degree:
+                raise AttentionError(
+                    f"q, k or v of shape {tuple(x.shape)} can't be exchanged among {self.degree} ranks; legal: (batch, tokens, heads, head_dim) with "
+                    f"{self.part_size} tokens, a part of {self.num_tokens}, and a multiple of {self.degree} heads"
+                )
 
     def own_heads(self, x_BLHD: Tensor) -> Tensor:
         """This rank's heads (B, L, h, D) of what all ranks hold."""
@@ -171,16 +178,20 @@ def attend(
         q_BnHD, k_BnHD, v_BnHD: this rank's part; k and v may have fewer heads (grouped queries).
         recipe, kernel: as for `attention`.
         kv_len: (B,) how many keys of the whole sequence are real; None: all N.
-        observer: is shown q, k and v as they go into attention. All ranks have one, or none has.
+        observer: is shown q, k and v as they go into attention, which then travel as they are (the result is the same). All ranks have one, or
+            none has.
 
     Returns:
         (B, n, H, D) in q's dtype; zeros in the padding.
     """
     if ulysses is None:
-        return _observed(q_BnHD, k_BnHD, v_BnHD, recipe, kernel, kv_len, observer)
-    q_BNhD, k_BNhD, v_BNhD = ulysses.to_heads(q_BnHD, k_BnHD, v_BnHD)
-    (out,) = ulysses.to_tokens(_observed(q_BNhD, k_BNhD, v_BNhD, recipe, kernel, kv_len, observer))
-    return out
+        return _observed((q_BnHD, k_BnHD, v_BnHD), recipe, kernel, kv_len, observer)
+    if observer is None and ulysses.packs(recipe):
+        video = [q_BnHD, k_BnHD, v_BnHD]
+        out = attend_packed(video, [], recipe, text_first=False, kernel=kernel, ulysses=ulysses, kv_len=kv_len)
+    else:
+        out = _observed(ulysses.to_heads(q_BnHD, k_BnHD, v_BnHD), recipe, kernel, kv_len, observer)
+    return ulysses.to_tokens(out)[0]
 
 
 def attend_joint(
@@ -213,21 +224,33 @@ def attend_joint(
         (B, n, H, D) for the video tokens and (B, L, H, D) for the text, the same on all ranks, whose gradient sums over them.
     """
     video, text = [q_BnHD, k_BnHD, v_BnHD], [q_text_BLHD, k_text_BLHD, v_text_BLHD]
+    num_tokens, num_text = video[0].shape[1] if ulysses is None else ulysses.num_tokens, q_text_BLHD.shape[1]
     if ulysses is not None:
-        video, text = ulysses.to_heads(*video), [ulysses.own_heads(x) for x in text]
-    q, k, v = (torch.cat((y, x) if text_first else (x, y), dim=1) for x, y in zip(video, text, strict=True))
-    out = _observed(q, k, v, recipe, kernel, kv_len, observer)
-    num_video, num_text = video[0].shape[1], text[0].shape[1]
-    if text_first:
-        out_text, out_video = out.split((num_text, num_video), dim=1)
+        text = [ulysses.own_heads(x) for x in text]
+    if ulysses is not None and observer is None and ulysses.packs(recipe):
+        out = attend_packed(video, text, recipe, text_first=text_first, kernel=kernel, ulysses=ulysses, kv_len=kv_len)
     else:
-        out_video, out_text = out.split((num_video, num_text), dim=1)
+        if ulysses is not None:
+            video = ulysses.to_heads(*video)
+        together = [torch.cat((y, x) if text_first else (x, y), dim=1) for x, y in zip(video, text, strict=True)]
+        out = _observed(together, recipe, kernel, kv_len, observer)
+    if text_first:
+        out_text, out_video = out.split((num_text, num_tokens), dim=1)
+    else:
+        out_video, out_text = out.split((num_tokens, num_text), dim=1)
     if ulysses is None:
         return out_video, out_text
     return ulysses.to_tokens(out_video)[0], ulysses.all_heads(out_text)
 
 
-def _observed(q: Tensor, k: Tensor, v: Tensor, recipe: AttentionRecipe, kernel: str, kv_len: Tensor | None, observer: Observe | None) -> Tensor:
+def _observed(qkv: Sequence[Tensor], recipe: AttentionRecipe, kernel: str, kv_len: Tensor | None, observer: Observe | None) -> Tensor:
+    q, k, v = qkv
     if observer is not None:
         observer(q, k, v)
     return attention(q, k, v, recipe, kv_len=kv_len, kernel=kernel)
+
+
+def _spans_hosts(group: dist.ProcessGroup) -> bool:
+    hosts: list[Any] = [None] * group.size()
+    dist.all_gather_object(hosts, socket.gethostname(), group=group)
+    return len(set(hosts)) > 1

@@ -102,34 +102,79 @@ def forward(
         causal: query i sees keys j <= i + kv_len - Nq.
         keep_codes: return the codes that `backward` needs.
     """
-    B, Nq, H, d = q_BNHd.shape
-    Nk, H_kv = k_BNHd.shape[1:3]
-    kv_len = _lengths(kv_len_B, B, Nk, q_BNHd.device)
-    q, k, v, codes, mean_q, mean_k = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len, recipe, scale, keep_codes)
+    Nk = k_BNHd.shape[1]
+    kv_len = _lengths(kv_len_B, q_BNHd.shape[0], Nk, q_BNHd.device)
+    operands = quantise_operands(q_BNHd, k_BNHd, v_BNHd, kv_len, recipe, scale, keep_codes)
     with _on(q_BNHd):
-        out = torch.empty((B, Nq, H, d), dtype=q_BNHd.dtype, device=q_BNHd.device)
-        lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q_BNHd.device) for _ in range(3))
-        tile = _forward_tile(q.shape[3], recipe)
-        descriptors = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
         parts: Iterable[tuple[int, Tensor | None]] = [(0, None)]
-        if mean_q is not None:
-            parts = biases(mean_q, _channels_side_by_side(k_BNHd), mean_k, kv_len, LOG2_E * scale)
-        for first_block, bias in parts:
-            first = first_block * SMOOTH_Q_TOKENS
-            queries = Nq if bias is None else min(Nq - first, bias.shape[2] * SMOOTH_Q_TOKENS)
-            attn_forward_kernel[(triton.cdiv(queries, tile.queries), B * H)](
-                *descriptors, bias, out, m, l, lse, kv_len,
-                *out.stride()[:3], first, Nq, Nk, q.shape[2], k.shape[2], H, H_kv, 0 if bias is None else bias.shape[2],
-                LOG2_E * scale, float(recipe.p_gain_log2),
-                D=d, DP=q.shape[3], BLOCK_M=tile.queries, BLOCK_N=tile.keys, GROUP=_p_group(recipe), CAUSAL=causal, P_FORMAT=recipe.pv,
-                QUANTISED_SUM=recipe.normalizer == "quantised", TWO_LEVEL=recipe.two_level_p, HAS_BIAS=bias is not None,
-                MAXIMUM_FIRST=_maximum_first(recipe),
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
-        if mean_k is not None:  # what smoothing took from every logit of the row
-            mean_of_head = mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
-            lse += scale * torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head)
-    return ForwardResult(out, lse, m, l, codes)
+        if operands.mean_q is not None:
+            parts = biases(operands.mean_q, _channels_side_by_side(k_BNHd), operands.mean_k, kv_len, LOG2_E * scale)
+        result = _attend(operands, parts, kv_len, tuple(q_BNHd.shape), Nk, q_BNHd.dtype, recipe, scale, causal)
+        if operands.mean_k is not None:  # what smoothing took from every logit of the row
+            mean_of_head = operands.mean_k.repeat_interleave(q_BNHd.shape[2] // k_BNHd.shape[2], dim=1).squeeze(2)
+            result.lse.add_(scale * torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head))
+    return result
+
+
+def encode(x_BNHd: Tensor, lengths_B: Tensor | None, format: str, along_tokens: bool, divisors: tuple[float, ...]) -> list[Tensor]:
+    """[codes, scales] of x alone, as `forward` would keep them; tokens from `lengths_B` on count as zeros."""
+    lengths = _lengths(lengths_B, x_BNHd.shape[0], x_BNHd.shape[1], x_BNHd.device)
+    with _on(x_BNHd):
+        _, codes = quantize(_channels_side_by_side(x_BNHd), format, along_tokens=along_tokens, lengths_B=lengths, divisors=divisors,
+                            store_codes=True, store_operand=False)  # fmt: skip
+    return codes
+
+
+def forward_coded(
+    codes: list[Tensor], v_BNHd: Tensor | None, kv_len_B: Tensor | None, head_dim: int, dtype: torch.dtype, recipe: Recipe, scale: float,
+    keep_codes: bool,
+) -> ForwardResult:  # fmt: skip
+    """`forward` from what it would have kept: [codes, scales] of q, of k, and of v, or v itself. Recipes without smoothing.
+
+    Args:
+        codes: layouts as in quantize.py; those of q and k (and v) have no tokens that count behind `kv_len_B`.
+        v_BNHd: None where codes hold it; quantised here otherwise, and its codes are in the result with `keep_codes`.
+        head_dim: d.
+        dtype: of the output.
+    """
+    B, H, Nq = codes[0].shape[:3]
+    Nk = codes[2].shape[2]
+    kv_len = _lengths(kv_len_B, B, Nk, codes[0].device)
+    with _on(codes[0]):
+        q, k = _decoded_qk(codes, recipe, Nq, Nk, head_dim)
+        v_codes: list[Tensor] = []
+        if v_BNHd is None:
+            v = _decoded_v(codes[4:], recipe, Nk, head_dim)
+        else:
+            v, v_codes = _quantised_v(_channels_side_by_side(v_BNHd), kv_len, recipe, keep_codes)
+        operands = QuantisedOperands(q, k, v, v_codes, None, None)
+        return _attend(operands, [(0, None)], kv_len, (B, Nq, H, head_dim), Nk, dtype, recipe, scale, causal=False)
+
+
+def _attend(
+    operands: QuantisedOperands, parts: Iterable[tuple[int, Tensor | None]], kv_len: Tensor, shape: tuple[int, ...], Nk: int, dtype: torch.dtype,
+    recipe: Recipe, scale: float, causal: bool,
+) -> ForwardResult:  # fmt: skip
+    """The attention kernel on queries of `shape` (B, Nq, H, d), in `parts` from query block i on with that bias."""
+    q, k, v = operands[:3]
+    B, Nq, H, d = shape
+    out = torch.empty(shape, dtype=dtype, device=q.device)
+    lse, m, l = (torch.empty((B, H, Nq), dtype=torch.float32, device=q.device) for _ in range(3))
+    tile = _forward_tile(q.shape[3], recipe)
+    descriptors = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
+    for first_block, bias in parts:
+        first = first_block * SMOOTH_Q_TOKENS
+        queries = Nq if bias is None else min(Nq - first, bias.shape[2] * SMOOTH_Q_TOKENS)
+        attn_forward_kernel[(triton.cdiv(queries, tile.queries), B * H)](
+            *descriptors, bias, out, m, l, lse, kv_len,
+            *out.stride()[:3], first, Nq, Nk, q.shape[2], k.shape[2], H, k.shape[1], 0 if bias is None else bias.shape[2],
+            LOG2_E * scale, float(recipe.p_gain_log2),
+            D=d, DP=q.shape[3], BLOCK_M=tile.queries, BLOCK_N=tile.keys, GROUP=_p_group(recipe), CAUSAL=causal, P_FORMAT=recipe.pv,
+            QUANTISED_SUM=recipe.normalizer == "quantised", TWO_LEVEL=recipe.two_level_p, HAS_BIAS=bias is not None,
+            MAXIMUM_FIRST=_maximum_first(recipe),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+    return ForwardResult(out, lse, m, l, operands.codes)
 
 
 def quantise_operands(
@@ -173,12 +218,10 @@ def backward(
     kv_len = _lengths(kv_len_B, B, num_keys, device)
     grad_out, out_BNHd = _channels_side_by_side(grad_out_BNHd), _channels_side_by_side(out_BNHd)
     originals = tuple(None if x is None else _channels_side_by_side(x) for x in originals)
-    left = list(codes)
     group = _p_group(recipe)
     with _on(grad_out):
         if recipe.qk in BLOCK_FORMATS:
-            q = dequantize(left.pop(0), left.pop(0), recipe.qk, along_tokens=False, tokens=Nq, channels=d)
-            k = dequantize(left.pop(0), left.pop(0), recipe.qk, along_tokens=False, tokens=num_keys, channels=d, permute=group)
+            q, k = _decoded_qk(codes, recipe, Nq, num_keys, d)
         else:
             assert originals[0] is not None
             assert originals[1] is not None
@@ -186,7 +229,7 @@ def backward(
             q, _ = _quantised_q(originals[0], recipe, False, None)
             k, _ = _quantised_k(originals[1], kv_len, recipe, False, mean_k)
         if recipe.pv in BLOCK_FORMATS:
-            v = dequantize(left.pop(0), left.pop(0), recipe.pv, along_tokens=True, tokens=num_keys, channels=d, permute=group)
+            v = _decoded_v(codes[-2:], recipe, num_keys, d)
         else:
             assert originals[2] is not None
             v, _ = _quantised_v(originals[2], kv_len, recipe, False)
@@ -293,3 +336,12 @@ def _quantised_k(k_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: boo
 def _quantised_v(v_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: bool) -> tuple[Tensor, list[Tensor]]:
     return quantize(v_BNHd, recipe.pv, along_tokens=True, lengths_B=kv_len, divisors=recipe.scale_divisors, store_codes=keep_codes,
                     permute=_p_group(recipe))  # fmt: skip
+
+
+def _decoded_qk(codes: list[Tensor], recipe: Recipe, num_queries: int, num_keys: int, channels: int) -> tuple[Tensor, Tensor]:
+    q = dequantize(*codes[:2], recipe.qk, along_tokens=False, tokens=num_queries, channels=channels)
+    return q, dequantize(*codes[2:4], recipe.qk, along_tokens=False, tokens=num_keys, channels=channels, permute=_p_group(recipe))
+
+
+def _decoded_v(codes: list[Tensor], recipe: Recipe, num_keys: int, channels: int) -> Tensor:
+    return dequantize(*codes, recipe.pv, along_tokens=True, tokens=num_keys, channels=channels, permute=_p_group(recipe))

@@ -95,7 +95,7 @@ def _quantize_kernel(
     X, OPERAND, CODES, SCALES, LENGTHS, MEAN,
     stride_b, stride_n, stride_h, N, NP, H, D, code_rows, scale_rows, scale_columns,
     DP: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr, ALONG_TOKENS: tl.constexpr,
-    INVERSE_DIVISORS: tl.constexpr, PERMUTE: tl.constexpr, STORE_CODES: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
+    INVERSE_DIVISORS: tl.constexpr, PERMUTE: tl.constexpr, STORE_CODES: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, STORE_OPERAND: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     bh = tl.program_id(1)
@@ -182,10 +182,11 @@ def _quantize_kernel(
             column2 = tl.arange(0, lanes)[None, :]
             at2 = (bh.to(tl.int64) * scale_rows + row2) * scale_columns + column2
             tl.store(SCALES + at2, scale_code.to(tl.uint8), mask=(row2 < scale_rows) & (column2 < scale_columns))
-    row = tokens
-    if PERMUTE > 0:
-        row = column_of_token(tokens, PERMUTE)
-    tl.store(OPERAND + (bh.to(tl.int64) * NP + row) * DP + channels, values.to(OPERAND.dtype.element_ty))
+    if STORE_OPERAND:
+        row = tokens
+        if PERMUTE > 0:
+            row = column_of_token(tokens, PERMUTE)
+        tl.store(OPERAND + (bh.to(tl.int64) * NP + row) * DP + channels, values.to(OPERAND.dtype.element_ty))
 
 
 @triton.jit
@@ -262,8 +263,9 @@ def quantize(
     store_codes: bool = False,
     mean: Tensor | None = None,
     mean_tokens: int = 0,
-) -> tuple[Tensor, list[Tensor]]:
-    """The operand of x and, with `store_codes`, its [codes, scales] (layouts at the top of this file), in one pass.
+    store_operand: bool = True,
+) -> tuple[Tensor | None, list[Tensor]]:
+    """The operand of x (None without `store_operand`) and, with `store_codes`, its [codes, scales] (layouts at the top of this file), in one pass.
 
     Args:
         x_BNHd: (B, N, H, d), any strides as long as channels lie side by side. Not changed.
@@ -279,7 +281,7 @@ def quantize(
         raise ValueError(f"channels must lie side by side, got strides {x_BNHd.stride()}")
     block, Np, Dp = BLOCK_SIZES[format], padded_tokens(N), padded_channels(d)
     block_padded_d = max(Dp, block)
-    operand = torch.empty(B, H, Np, block_padded_d, device=x_BNHd.device, dtype=OPERAND_DTYPE)
+    operand = torch.empty(B, H, Np, block_padded_d, device=x_BNHd.device, dtype=OPERAND_DTYPE) if store_operand else None
     stored: list[Tensor] = []
     codes = scales = None
     code_rows = scale_rows = scale_columns = 0
@@ -292,7 +294,7 @@ def quantize(
         x_BNHd, operand, codes, scales, lengths_B, mean,
         x_BNHd.stride(0), x_BNHd.stride(1), x_BNHd.stride(2), N, Np, H, d, code_rows, scale_rows, scale_columns,
         DP=block_padded_d, TILE=TILE_TOKENS, BLOCK=block, FORMAT=format, ALONG_TOKENS=along_tokens, INVERSE_DIVISORS=tuple(1.0 / c for c in divisors),
-        PERMUTE=permute, STORE_CODES=store_codes, SUBTRACT_MEAN=0 if mean is None else mean_tokens,
+        PERMUTE=permute, STORE_CODES=store_codes, SUBTRACT_MEAN=0 if mean is None else mean_tokens, STORE_OPERAND=store_operand,
         num_warps=2 if along_tokens else 4, enable_fp_fusion=False,
     )  # fmt: skip
     return operand, stored
