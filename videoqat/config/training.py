@@ -71,6 +71,8 @@ class LoopConfig:
         choice("train.activation_checkpointing", self.activation_checkpointing, ("none", "full", "keep_attention"))
         kept = self.activation_checkpointing != "none"
         require(kept or not self.offload_block_inputs, "train.offload_block_inputs", True, "false with train.activation_checkpointing=none")
+        alone = not (self.offload_block_inputs and self.compile)
+        require(alone, "train.offload_block_inputs", True, "false with train.compile=true: compiled blocks hold their inputs themselves")
         if self.resume not in ("latest", "never"):
             existing("train.resume", self.resume, folder=True)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint, create_selective_checkpoint_contexts
 
 import videoqat.attention.functional  # noqa: F401 - makes torch.ops.videoqat.attention_forward
 
@@ -60,14 +60,15 @@ def checkpoint_blocks(blocks: list[nn.Module], mode: str, *, offload: bool = Fal
         blocks: in order of execution, each called once in a forward.
         mode: none, full or keep_attention.
         offload: whether the largest input of each block waits in the host's memory; on a GPU it is copied while the block computes, and fetched
-            back while the block after it is in its backward.
+            back while the block after it is in its backward. Not for blocks that are to be compiled.
     """
     if mode == "none":
         return
-    context_fn = functools.partial(create_selective_checkpoint_contexts, keep_attention) if mode == "keep_attention" else noop_context_fn
+    # torch.compile knows the default only by its absence.
+    kept = {"context_fn": functools.partial(create_selective_checkpoint_contexts, keep_attention)} if mode == "keep_attention" else {}
     waiting: list[_Away | None] = [None] * len(blocks)
     for index, block in enumerate(blocks):
-        forward = _checkpointed(block, context_fn)
+        forward = _checkpointed(block, kept)
         block.forward = _offloaded(forward, waiting, index) if offload else forward  # type: ignore[method-assign]
 
 
@@ -77,7 +78,7 @@ def compile_blocks(blocks: list[nn.Module]) -> None:
         block.forward = torch.compile(block.forward)  # type: ignore[method-assign]
 
 
-def _checkpointed(block: nn.Module, context_fn: Callable[[], Any]) -> Callable[..., Any]:
+def _checkpointed(block: nn.Module, kept: dict[str, Any]) -> Callable[..., Any]:
     forward = block.forward
     attentions = [module for module in block.modules() if hasattr(module, "processor")]
 
@@ -92,7 +93,7 @@ def _checkpointed(block: nn.Module, context_fn: Callable[[], Any]) -> Callable[.
             args, kwargs = tree_map_only(_Away, lambda away: away.here, (args, kwargs))
             return forward(*args, **kwargs)
 
-        return checkpoint(compute, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        return checkpoint(compute, *args, use_reentrant=False, **kept, **kwargs)
 
     return checkpointed
 
