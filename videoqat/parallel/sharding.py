@@ -121,7 +121,7 @@ def materialise_from(folder: Path, transformer: nn.Module, mesh: Mesh) -> None:
         if rows.start == rows.stop:
             return torch.empty(0, *parameter.shape[1:])
         part: Tensor = files[name].get_slice(name)[rows.start : rows.stop]
-        return part
+        return part.clone()  # not the file's memory: training writes to it, and its storage can't be copied once the file is closed
 
     _fill(transformer, mesh, read)
     buffers = {name: buffer for name, buffer in transformer.named_buffers() if name in files}

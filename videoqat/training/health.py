@@ -11,12 +11,27 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from videoqat.attention.metrics import attention_health
 from videoqat.models.install import observe
 from videoqat.models.spec import AttentionLayer
 from videoqat.recipes import AttentionRecipe
+
+
+@contextlib.contextmanager
+def forwards_alone(transformer: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; afterwards the transformer is in training again, and its weights are sharded."""
+    transformer.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        transformer.train()
+        for module in transformer.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 @contextlib.contextmanager
@@ -38,7 +53,7 @@ def quantisation_health(transformer: nn.Module, recipe: AttentionRecipe, layers:
 
     def observer(name: str, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> None:
         if name in names and name not in found:
-            with torch.no_grad(), torch.autocast(q_BNHD.device.type, enabled=False):
+            with torch.no_grad():
                 found[name] = attention_health(q_BNHD.detach(), k_BNHD.detach(), v_BNHD.detach(), recipe)
 
     observe(transformer, observer)
@@ -96,7 +111,7 @@ def first_nonfinite(transformer: nn.Module, forwards: list[Callable[[], Any]]) -
         handles.append(module.register_forward_hook(after(name)))
     try:
         # Compiled code has no modules left to look into.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with forwards_alone(transformer), torch.compiler.set_stance("force_eager"):
             for forward in forwards:
                 forward()
     finally:

@@ -6,12 +6,9 @@ anything was looked at or not.
 """
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from videoqat.console import say
 from videoqat.data.dataset import CachedVideos
@@ -20,7 +17,7 @@ from videoqat.models.install import computing_by
 from videoqat.parallel.mesh import Mesh
 from videoqat.recipes import RECIPES
 from videoqat.training import validation
-from videoqat.training.health import quantisation_health
+from videoqat.training.health import forwards_alone, quantisation_health
 from videoqat.training.job import Job
 from videoqat.training.runlog import RunLog
 from videoqat.training.samples import Prompts, Sampler, check_samples
@@ -36,20 +33,6 @@ def check_looks(job: Job) -> CachedVideos | None:
     check_samples(job)
     config = job.config.validation
     return validation.check_cache(config.cache, [job.config.model.path], "validation.cache") if config.every and config.cache else None
-
-
-@contextlib.contextmanager
-def forwards_alone(transformer: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; afterwards the transformer is in training again, and its weights are sharded."""
-    transformer.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        transformer.train()
-        for module in transformer.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
 
 class _Interrupted(Exception):

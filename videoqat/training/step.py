@@ -103,9 +103,9 @@ def _tell(run: Run, loss_sum: Tensor, num_samples: int) -> _Told:
     mesh, wish = run.mesh, run.stop.signal
     known = torch.tensor([_memory(mesh.device), wish or 0, run.faults.first is not None], dtype=torch.float64)
     mine = torch.cat([loss_sum.view(1), known.to(mesh.device)])
-    table = mine.new_empty(mesh.world_size * len(mine))
-    dist.all_gather_into_tensor(table, mine)
-    sums, memory, wishes, faults = table.view(mesh.world_size, -1).T.tolist()
+    table = [torch.empty_like(mine) for _ in range(mesh.world_size)]
+    dist.all_gather(table, mine)
+    sums, memory, wishes, faults = torch.stack(table).T.tolist()
     return _Told(
         loss=math.fsum(sums[:: mesh.layout.sp]) / (num_samples * mesh.layout.dp),  # ranks that divide a sequence have the same samples
         memory=int(max(memory)),
@@ -160,11 +160,10 @@ def _bad_sample(job: Job, batches: list[MicroBatch]) -> str | None:
 
 def _diverged(run: Run, step: int, batches: list[MicroBatch], loss: float, norm: float) -> NoReturn:
     """Finds where it began, on which rank, and says so on all. All ranks look, since a forward of sharded weights takes all of them."""
-    found = (
-        _bad_sample(run.job, batches),
-        first_nonfinite(run.engine.transformer, [functools.partial(batch_loss, run, batch) for batch in batches]),
-        nonfinite_gradient(run.engine.transformer),
-    )
+    transformer = run.engine.transformer
+    gradient = nonfinite_gradient(transformer)  # before a forward gathers the weights: gradients belong to their shards
+    place = first_nonfinite(transformer, [functools.partial(batch_loss, run, batch) for batch in batches])
+    found = (_bad_sample(run.job, batches), place, gradient)
     try:
         run.saver.finish()
     except CheckpointError as error:
