@@ -152,10 +152,10 @@ def forward_cost(
     """
     family = family_of(folder)
     geometry = family.geometry(folder, component)
-    with FakeTensorMode():
-        transformer = family.build(folder, component).train()
-        set_trainable(transformer, list(trainable))
-        layers = install(transformer, recipe, family=family)
+    transformer = family.build(folder, component).train()
+    set_trainable(transformer, list(trainable))
+    layers = install(transformer, recipe, family=family)
+    with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
         fp32, dtype = kept_in_fp32(transformer), getattr(torch, compute_dtype)
         weights = {name: torch.empty(p.shape, dtype=torch.float32 if p in fp32 else dtype) for name, p in transformer.named_parameters()}
         transformer.load_state_dict(weights, strict=False, assign=True)
