@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import tiny_job
+from helpers.pipelines import weightless_wan
 
-from videoqat.config import ExampleModelConfig, LoopConfig, ParallelConfig
+from videoqat.config import DoctorConfig, ExampleModelConfig, LoopConfig, ParallelConfig, TrainConfig, load
+from videoqat.doctor import doctor
 from videoqat.models.tiny import build_pipeline
-from videoqat.parallel.mesh import Layout, open_mesh
+from videoqat.parallel.mesh import Layout, open_mesh, resolve_layout
 from videoqat.recipes import get_recipe
 from videoqat.training import memory, trainer
 from videoqat.training.engines import Engine, make_engine
@@ -19,6 +21,13 @@ from videoqat.training.memory import GIB, memory_per_gpu
 from videoqat.training.throughput import forward_cost
 
 BUCKET, TEXT = "9x128x128", 226
+
+ROOT = Path(__file__).resolve().parent.parent
+# Configuration, size of the model, bucket: the rows of docs/parallelism.md's first table.
+SHIPPED = [
+    *((f"train/wan2.1-1.3b-{name}", "1.3b", "77x480x832") for name in ("1gpu", "80gb", "4gpu", "8gpu", "16gpu")),
+    ("train/wan2.1-14b-64gpu", "14b", "77x720x1280"),
+]
 
 
 @pytest.fixture(scope="module", params=["wan", "cogvideox"])
@@ -159,3 +168,50 @@ def test_the_limit_is_the_gpu_at_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=141 * GIB))
     monkeypatch.setattr(memory, "device_name", lambda _: "NVIDIA H200")
     assert memory.gpu_limit(torch.device("cuda")) == memory.Limit("NVIDIA H200", 141 * GIB)
+
+
+def test_doctor_tells_degrees_and_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    described = doctor(DoctorConfig(model=str(folder), size="9x64x64"))["transformer"]
+    assert described["sequence_parallel_degrees"] == [1, 2]
+    rows = described["training_memory"]
+    assert [row["gpus"] for row in rows] == [1, 2, 4, 8, 8, 16, 64, 64]
+    for row in rows:
+        assert 0 < row["bytes"]["full"] < row["bytes"]["keep_attention"] < row["bytes"]["none"]
+    assert "64 = dp_replicate 8 * dp_shard 4 * sp 2: full 0.0, keep_attention 0.0, none 0.0" in capsys.readouterr().err
+
+
+def _matrix(tmp_path: Path) -> list[str]:
+    """The table of the shipped configurations, from what the estimate says of them."""
+    lines = [
+        "| configuration | GPUs | dp_replicate x dp_shard x sp | samples a step | checkpointing | GiB on each GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, size, bucket in SHIPPED:
+        model = tmp_path / size
+        if not model.exists():
+            weightless_wan(model, size)
+        config = load(TrainConfig, name, [f"model.path={model}", f"cache={tmp_path}", "out=run"])
+        loop, layout = config.train, resolve_layout(config.parallel, config.parallel.world_size, {"1.3b": 12, "14b": 40}[size])
+        recipe = get_recipe(config.recipe)
+        cost = forward_cost(str(model), "transformer", bucket, 512, recipe)
+        ema = config.optimizer.ema_decay > 0
+        total = memory_per_gpu(cost, recipe, layout, loop, config.parallel, ema=ema, kernel="triton")["total"]
+        accumulation = loop.global_batch_size // (loop.batch_size * layout.dp)
+        samples = f"{loop.global_batch_size} = {loop.batch_size} x {layout.dp} x {accumulation}"
+        degrees = f"{layout.dp_replicate} x {layout.dp_shard} x {layout.sp}"
+        lines.append(f"| `{name}` | {layout.world_size} | {degrees} | {samples} | {loop.activation_checkpointing} | {total / GIB:.1f} |")
+    return lines
+
+
+def test_the_documented_matrix_is_what_the_estimate_says(tmp_path: Path) -> None:
+    documented = {row.split("|")[1]: row for row in (ROOT / "docs/parallelism.md").read_text().splitlines() if row.startswith("| `train/wan")}
+    table = _matrix(tmp_path)
+    said = "docs/parallelism.md should hold:\n" + "\n".join(table)
+    for row in table[2:]:
+        ours, theirs = ([cell.strip() for cell in line.split("|")] for line in (row, documented.pop(row.split("|")[1], "")))
+        assert ours[:-2] == theirs[:-2], said
+        assert float(theirs[-2]) == pytest.approx(float(ours[-2]), rel=0.02), said  # torch keeps a little more or less from version to version
+    assert not documented
+    for row in (ROOT / "README.md").read_text().splitlines():
+        if row.startswith("| `train/wan"):
+            assert row in (ROOT / "docs/parallelism.md").read_text()

@@ -1,17 +1,20 @@
 """`videoqat doctor`: what this machine can run, and what a model needs, before anything is loaded."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from videoqat.attention.backends import resolve
-from videoqat.config import DoctorConfig, parse_bucket
+from videoqat.config import DoctorConfig, TrainConfig, parse_bucket
 from videoqat.console import say
 from videoqat.errors import AttentionError
 from videoqat.models.spec import family_of, read_recipe
+from videoqat.parallel.mesh import Layout, divisors
 from videoqat.provenance import device_name, versions
 from videoqat.recipes import RECIPES
+from videoqat.training.memory import GIB, typical_layouts
 
 
 def _devices() -> list[str]:
@@ -47,13 +50,30 @@ def _model(config: DoctorConfig) -> dict[str, Any]:
             "num_heads": heads,
             "head_dim": geometry.head_dim,
             "num_tokens": geometry.num_tokens(frames, height, width),
-            "sequence_parallel_degrees": [degree for degree in range(1, heads + 1) if heads % degree == 0],
+            "sequence_parallel_degrees": divisors(heads),
+            "training_memory": _training_memory(config, component, heads, family.text_tokens(folder)),
         }
     return described
 
 
+def _training_memory(config: DoctorConfig, component: str, num_heads: int, text_tokens: int) -> list[dict[str, Any]]:
+    """Bytes on each GPU by layout and checkpointing, for one sample of `config.size` at a time, in training with 4-bit attention."""
+    rows = typical_layouts(config.model, component, num_heads, config.size, text_tokens, RECIPES[TrainConfig.recipe])
+    return [
+        {"gpus": layout.world_size, "layout": dataclasses.asdict(layout), "bytes": {mode: parts["total"] for mode, parts in by_mode.items()}}
+        for layout, by_mode in rows
+    ]
+
+
+def _say_component(name: str, described: dict[str, Any], size: str) -> None:
+    say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in described.items() if key != "training_memory"))
+    say(f"{name}: GiB on each GPU to train with recipe {TrainConfig.recipe}, one sample of {size} at a time, by activation checkpointing")
+    for row in described["training_memory"]:
+        say(f"  {Layout(**row['layout'])}: " + ", ".join(f"{mode} {size / GIB:.1f}" for mode, size in row["bytes"].items()))
+
+
 def doctor(config: DoctorConfig) -> dict[str, Any]:
-    """Devices, the kernel that serves each recipe there, versions; with `model`, its shape, tokens and legal sequence-parallel degrees.
+    """Devices, the kernel that serves each recipe there, versions; with `model`, its shape, tokens, legal sequence-parallel degrees and memory.
 
     Raises:
         UserError: the model's folder can't be read, or the size is not legal for it.
@@ -70,5 +90,5 @@ def doctor(config: DoctorConfig) -> dict[str, Any]:
         result |= described
         for component in ("transformer", "transformer_2"):
             if component in described:
-                say(f"{component}: " + ", ".join(f"{key} {value}" for key, value in described[component].items()))
+                _say_component(component, described[component], config.size)
     return result

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from videoqat.attention import backends
 from videoqat.config import LoopConfig, ParallelConfig, parse_bucket
@@ -30,10 +31,12 @@ from videoqat.parallel.mesh import Layout
 from videoqat.provenance import device_name
 from videoqat.recipes import AttentionRecipe
 from videoqat.training.job import Job
-from videoqat.training.throughput import AttentionCall, ForwardCost, job_cost
+from videoqat.training.throughput import AttentionCall, ForwardCost, forward_cost, job_cost
 
 GIB = 2**30
 ASSUMED_GPU = ("an 80 GB GPU", 79 * GIB)  # where there is none to ask; an H100 or A100 says 79 GiB
+
+TYPICAL_LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (2, 8, 1), (8, 8, 1), (8, 4, 2))  # dp_replicate, dp_shard, sp
 
 
 def memory_per_gpu(
@@ -101,22 +104,29 @@ def _difference(call: AttentionCall, recipe: AttentionRecipe, kernel: str, width
 
 def _kept(call: AttentionCall, recipe: AttentionRecipe, kernel: str, width: int) -> int:
     """Bytes of q, k, v and of what else `kernel` keeps of a quantised call. Not of the output: the projection behind attention keeps that anyway."""
-    q, k = (torch.empty(shape, dtype=torch.bfloat16 if width == 2 else torch.float32, device="meta") for shape in (call.q_BNHD, call.k_BNHD))
-    keeps = backends.KERNELS[kernel].keeps(recipe)
-    tensors = [x for x, kept in zip((q, k, k), keeps[:3], strict=True) if kept] + backends.KERNELS[kernel].empty_kept(q, k, recipe)
-    return sum(x.nbytes for x in tensors)
+    served_by: Any = backends.KERNELS[kernel]
+    q, k = _operands(call, width)
+    return sum(x.nbytes for x, kept in zip((q, k, k), served_by.keeps(recipe)[:3], strict=True) if kept) + _own(call, recipe, kernel, width)
 
 
 def _results(call: AttentionCall, recipe: AttentionRecipe, kernel: str, width: int) -> int:
     """Bytes of what `keep_attention` keeps of a call: its output, sums of its rows, and what of its own the kernel needs again."""
-    B, num_queries, H, D = call.q_BNHD
+    B, num_queries, H, _ = call.q_BNHD
     if call.k_BNHD[1] < num_queries:
         return 0  # cross-attention, which is computed again
-    out, row = width * B * num_queries * H * D, 4 * B * num_queries * H
-    if not call.quantised:
-        return out + row
-    q, k = (torch.empty(shape, dtype=torch.bfloat16 if width == 2 else torch.float32, device="meta") for shape in (call.q_BNHD, call.k_BNHD))
-    return out + 3 * row + sum(x.nbytes for x in backends.KERNELS[kernel].empty_kept(q, k, recipe))
+    row = 4 * B * num_queries * H
+    return _operands(call, width)[0].nbytes + (3 * row + _own(call, recipe, kernel, width) if call.quantised else row)
+
+
+def _own(call: AttentionCall, recipe: AttentionRecipe, kernel: str, width: int) -> int:
+    served_by: Any = backends.KERNELS[kernel]
+    return sum(x.nbytes for x in served_by.empty_kept(*_operands(call, width), recipe))
+
+
+def _operands(call: AttentionCall, width: int) -> tuple[Tensor, Tensor]:
+    """q and k without numbers."""
+    dtype = torch.bfloat16 if width == 2 else torch.float32
+    return torch.empty(call.q_BNHD, dtype=dtype, device="meta"), torch.empty(call.k_BNHD, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,22 @@ def gpu_limit(device: torch.device) -> Limit:
 def gpu_kernel(recipe: AttentionRecipe, kernel: str, device: torch.device) -> str:
     """The kernel that a GPU would serve `recipe` with: the resolved `kernel` on a GPU; elsewhere Triton's, if it is there to be asked."""
     return "triton" if device.type != "cuda" and recipe.is_quantised and importlib.util.find_spec("triton") else kernel
+
+
+def typical_layouts(
+    folder: str, component: str, num_heads: int, bucket: str, text_tokens: int, recipe: AttentionRecipe
+) -> list[tuple[Layout, dict[str, dict[str, int]]]]:
+    """Layouts of 1 to 64 GPUs that the model's heads allow, each with `memory_per_gpu` by mode of checkpointing, for one sample at a time."""
+    cost = forward_cost(folder, component, bucket, text_tokens, recipe)
+    kernel = gpu_kernel(recipe, "sdpa" if not recipe.is_quantised else "torch", torch.device("cpu"))
+    rows = []
+    for layout in (Layout(*degrees) for degrees in TYPICAL_LAYOUTS if num_heads % degrees[2] == 0):
+        by_mode = {
+            mode: memory_per_gpu(cost, recipe, layout, LoopConfig(activation_checkpointing=mode), ParallelConfig(), ema=False, kernel=kernel)
+            for mode in ("full", "keep_attention", "none")
+        }
+        rows.append((layout, by_mode))
+    return rows
 
 
 def job_memory(job: Job) -> dict[str, int]:
