@@ -19,10 +19,18 @@ def run(*words: object) -> None:
     assert main([str(word) for word in words]) == 0
 
 
-def walk(clips: Path, pipeline: Path, folder: Path, recipe: str) -> None:
+def walk(clips: Path, pipeline: Path, folder: Path, recipe: str, frames: int = 5) -> None:
     """The four commands over `clips`, and what must be true after each."""
     cache, trained, exported, video = (folder / name for name in ("cache", "run", "exported", "video.mp4"))
-    run("preprocess", f"model.path={pipeline}", f"source={clips}", f"out={cache}", "buckets=[5x48x64,5x64x48]", "fps=8", "max_text_tokens=24")
+    run(
+        "preprocess",
+        f"model.path={pipeline}",
+        f"source={clips}",
+        f"out={cache}",
+        f"buckets=[{frames}x48x64,{frames}x64x48]",
+        "fps=8",
+        "max_text_tokens=24",
+    )
     run(
         *("train", "--config", "train/tiny", f"model.path={pipeline}", f"cache={cache}", f"out={trained}", f"recipe={recipe}"),
         *(f"train.steps={STEPS}", "train.batch_size=1", "train.health_every=10", "from_scratch=true", "optimizer.warmup_steps=2"),
@@ -32,8 +40,8 @@ def walk(clips: Path, pipeline: Path, folder: Path, recipe: str) -> None:
     losses = [row["loss"] for row in rows]
     assert np.isfinite(losses).all()
     assert np.mean(losses[-5:]) < np.mean(losses[:5])
-    assert len(rows[9]["health"]) == 2  # self-attention of both blocks
-    assert {receipt["kernel"] for receipt in rows[0]["receipts"]} == {"torch", "sdpa"}
+    assert len(rows[9]["health"]) == 2  # self- or joint attention of both blocks
+    assert "torch" in {receipt["kernel"] for receipt in rows[0]["receipts"]} <= {"torch", "sdpa"}  # sdpa: cross-attention, in families that have it
 
     run("export", f"run={trained}", f"out={exported}")
     run(
@@ -41,13 +49,13 @@ def walk(clips: Path, pipeline: Path, folder: Path, recipe: str) -> None:
         f"model={exported}",
         "prompt=a car on a street",
         f"out={video}",
-        "sampling.num_frames=5",
+        f"sampling.num_frames={frames}",
         "sampling.height=48",
         "sampling.num_inference_steps=3",
     )
-    frames, _ = read_video(video)
-    assert frames.shape == (5, 48, 64, 3)
-    assert frames.std() > 1  # a picture, not one colour
+    video_FHWC, _ = read_video(video)
+    assert video_FHWC.shape == (frames, 48, 64, 3)
+    assert video_FHWC.std() > 1  # a picture, not one colour
     record = json.loads(video.with_suffix(".json").read_text())
     assert record["recipe"]["name"] == recipe  # the one trained with, without being asked for
     quantised = [receipt for receipt in record["receipts"] if receipt["recipe"] == recipe]
@@ -85,3 +93,11 @@ def test_phone_clips(tmp_path: Path, tiny_pipeline: Path) -> None:
         path.with_suffix(".txt").write_text("somebody says hello")
     walk(clips, tiny_pipeline, tmp_path, "attn_qat")
     assert len(json.loads((tmp_path / "cache" / "index.json").read_text())["samples"]) == 2
+
+
+@pytest.mark.slow
+def test_garments_through_cogvideox(tmp_path: Path) -> None:
+    clips, pipeline = tmp_path / "clips", tmp_path / "pipeline"
+    run("example-clips", f"out={clips}", "num_clips=6", "num_frames=9", "fps=8")
+    run("example-model", f"out={pipeline}", "family=cogvideox", "num_layers=2")
+    walk(clips, pipeline, tmp_path, "attn_qat", frames=9)

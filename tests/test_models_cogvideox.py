@@ -1,12 +1,13 @@
 """CogVideoX's processor and pipeline seam, held against diffusers itself; its quantised gradients against an independent evaluation."""
 
 import json
-import math
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,10 +19,11 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from videoqat.attention.backends import record_receipts
-from videoqat.config import ExampleModelConfig, ParallelConfig
+from videoqat.config import ExampleModelConfig, GenerateConfig, ParallelConfig, RuntimeConfig, SamplingConfig, load
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
+from videoqat.generation.engine import Engine, check_sampling
 from videoqat.models.cogvideox import FAMILY, CogVideoXProcessor
-from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
+from videoqat.models.install import install, observe, shard_sequence, uninstall
 from videoqat.models.spec import family_of, family_of_transformer
 from videoqat.models.tiny import build_pipeline, cogvideox_transformer
 from videoqat.parallel.mesh import open_mesh
@@ -161,3 +163,270 @@ def test_divided_sequence_is_the_whole_one(degree: int) -> None:
     for errors in run_ranks(on_each_rank, degree, degree):
         assert len(errors) == 6
         assert {key: error for key, error in errors.items() if error > 5e-6} == {}
+
+
+# --- the seam to diffusers' pipeline
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny pipeline, like 5B. Copy it before changing anything in it."""
+    folder = tmp_path_factory.mktemp("cogvideox") / "pipeline"
+    build_pipeline(ExampleModelConfig(out=str(folder), family="cogvideox", num_layers=2, head_dim=32))
+    return folder
+
+
+def edited(tiny: Path, out: Path, file: str, **changes: Any) -> Path:
+    """A copy without weights, one of its JSON files changed."""
+    folder = Path(shutil.copytree(tiny, out, ignore=shutil.ignore_patterns("*.safetensors")))
+    path = folder / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+def like(tiny: Path, out: Path, variant: str, scheduler: Any = CogVideoXDDIMScheduler) -> Path:
+    """A pipeline whose transformer is like the model `variant`, made by diffusers alone."""
+    pipeline = CogVideoXPipeline.from_pretrained(tiny)
+    transformer = make_transformer(variant, text_embed_dim=64, max_text_seq_length=26)
+    CogVideoXPipeline(
+        **pipeline.components | {"transformer": transformer, "scheduler": scheduler.from_config(pipeline.scheduler.config)}
+    ).save_pretrained(out)
+    return out
+
+
+def draw_video(frames: int = 9, height: int = 32, width: int = 48) -> Tensor:
+    return torch.rand(1, 3, frames, height, width, generator=torch.Generator().manual_seed(0)) * 2 - 1
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_forward_is_what_the_pipeline_computes(variant: str, tiny: Path, tmp_path: Path) -> None:
+    """Layout, discrete time, positions at a size that is not the model's own, text."""
+    folder = like(tiny, tmp_path / "pipeline", variant)
+    pipeline = CogVideoXPipeline.from_pretrained(folder)
+    seen: list[tuple[dict[str, Any], Tensor]] = []
+    pipeline.transformer.register_forward_hook(lambda module, args, kwargs, out: seen.append((kwargs, out[0])), with_kwargs=True)
+    pipeline("a bag moves up", height=32, width=48, num_frames=9, num_inference_steps=3, guidance_scale=1.0, max_sequence_length=26)
+    assert [kwargs["timestep"].item() for kwargs, _ in seen] == [999, 666, 332]
+    transformer = FAMILY.load_transformer(folder, "transformer", dtype=torch.float32)
+    for kwargs, expected_BFCHW in seen:
+        t_B = (kwargs["timestep"] + 0.5) / 1000
+        with torch.no_grad():
+            ours_BCFHW = FAMILY.forward(transformer, kwargs["hidden_states"].transpose(1, 2), t_B, kwargs["encoder_hidden_states"])
+        assert torch.equal(ours_BCFHW.transpose(1, 2), expected_BFCHW)
+
+
+@pytest.mark.parametrize("snr_shift_scale", [1.0, 3.0])
+@pytest.mark.parametrize("scheduler", [CogVideoXDDIMScheduler, CogVideoXDPMScheduler])
+def test_noise_and_target_are_the_schedulers(scheduler: Any, snr_shift_scale: float, tiny: Path, tmp_path: Path) -> None:
+    name = scheduler.__name__
+    folder = edited(tiny, tmp_path / "x", "scheduler/scheduler_config.json", _class_name=name, snr_shift_scale=snr_shift_scale)
+    schedule, theirs = FAMILY.noise_schedule(folder), scheduler.from_pretrained(folder, subfolder="scheduler")
+    k_B = torch.tensor([0, 1, 137, 500, 998, 999])
+    t_B = (k_B + 0.5) / 1000
+    latents, noise = (torch.randn(6, 2, 3, 4, 5, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+    for ours, expected in (
+        (schedule.add_noise(latents, noise, t_B), theirs.add_noise(latents.double(), noise.double(), k_B)),
+        (schedule.target(latents, noise, t_B), theirs.get_velocity(latents.double(), noise.double(), k_B)),
+    ):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(schedule.add_noise(latents, noise, t_B)[-1], noise[-1])  # zero signal at the end
+
+
+def test_the_schedule_is_shifted_in_2b_and_not_in_5b(tiny: Path, tmp_path: Path) -> None:
+    ones = torch.ones(1, 1, 1, 1, 1)
+    signals = []
+    for scale in (1.0, 3.0):
+        folder = edited(tiny, tmp_path / str(scale), "scheduler/scheduler_config.json", snr_shift_scale=scale)
+        signals.append(FAMILY.noise_schedule(folder).add_noise(ones, 0 * ones, torch.tensor([0.5])).item())
+    assert signals[1] < signals[0] / 1.5
+
+
+def test_prompts_are_encoded_as_the_pipeline_encodes_them(tiny: Path) -> None:
+    pipeline = CogVideoXPipeline.from_pretrained(tiny)
+    prompts = ["a sneaker moves left", "", "word " * 60]
+    with torch.no_grad():
+        expected, _ = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=26)
+    encoders = FAMILY.load_encoders(tiny, device="cpu", dtype=torch.float32)
+    texts = FAMILY.encode_prompts(encoders, prompts, 26)
+    assert torch.equal(FAMILY.pad_text(texts, 26), expected)
+    counts = FAMILY.count_tokens(encoders, prompts)
+    assert counts[:2] == [5, 1]
+    assert counts[2] > 26
+    with pytest.raises(ConfigError, match=r"20 tokens is not the max_text_tokens=26"):
+        FAMILY.pad_text([texts[0], texts[1][:20]], 26)
+
+
+def test_text_length_is_the_models_own(tiny: Path, tmp_path: Path) -> None:
+    assert (FAMILY.text_tokens(tiny), FAMILY.text_tokens(tiny, 16)) == (26, 16)
+    like_2b = edited(tiny, tmp_path / "2b", "transformer/config.json", use_rotary_positional_embeddings=False)
+    assert (FAMILY.text_tokens(like_2b), FAMILY.text_tokens(like_2b, 26)) == (26, 26)
+    with pytest.raises(ConfigError, match=r"sampling.max_text_tokens=16 is not legal for .*made for 26 text tokens; legal: 26"):
+        check_sampling(like_2b, SamplingConfig(max_text_tokens=16))
+
+
+def test_video_is_encoded_as_diffusers_encodes_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CogVideoXVideoToVideoPipeline encodes videos itself; its drawing from the posterior and its mixing with noise are left out here."""
+    other = CogVideoXVideoToVideoPipeline.from_pretrained(tiny)
+    other.scheduler.add_noise = lambda clean, noise, times: clean
+    monkeypatch.setattr(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode())
+    video = torch.cat([draw_video(), -draw_video()])
+    with torch.no_grad():
+        theirs_BFCHW = other.prepare_latents(video, 2, 4, 32, 48, torch.float32, torch.device("cpu"))
+    latents = FAMILY.encode_video(FAMILY.load_encoders(tiny, device="cpu", dtype=torch.float32), video)
+    assert latents.shape == (2, *FAMILY.geometry(tiny).latent_shape(9, 32, 48))
+    assert torch.equal(latents, theirs_BFCHW.transpose(1, 2))
+
+
+@pytest.mark.parametrize("variant", ["5b", "1.5"])
+def test_decoding_undoes_encoding(variant: str, tiny: Path, tmp_path: Path) -> None:
+    """The pipeline decodes what `encode_video` gave, without any denoising, to the mean colour of each block of pixels and frames (`tiny_mosaic`);
+    of 1.5 it drops the frame that `encode_video` filled up with."""
+    pipeline = FAMILY.load_pipeline(like(tiny, tmp_path / "pipeline", variant), device="cpu", dtype=torch.float32)
+    video = draw_video()
+    latents = FAMILY.encode_video(pipeline, video)
+    assert latents.shape[2] == {"5b": 3, "1.5": 4}[variant]
+    pipeline.scheduler.step = lambda prediction, t, sample, return_dict: (sample,)
+    frames = pipeline(
+        "a bag", height=32, width=48, num_frames=9, num_inference_steps=1, latents=latents.transpose(1, 2), max_sequence_length=26, output_type="pt"
+    ).frames
+    first, rest = F.avg_pool3d(video[:, :, :1], (1, 4, 4)), F.avg_pool3d(video[:, :, 1:], (4, 4, 4))
+    blocks = torch.cat([first, rest.repeat_interleave(4, 2)], 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
+    torch.testing.assert_close(frames.transpose(1, 2) * 2 - 1, blocks, atol=2e-3, rtol=0)
+
+
+@pytest.mark.parametrize(("scheduler", "dynamic"), [(CogVideoXDDIMScheduler, False), (CogVideoXDPMScheduler, True)])
+def test_engine_renders_bitwise_the_stock_videos_under_bf16(scheduler: Any, dynamic: bool, tiny: Path, tmp_path: Path) -> None:
+    folder = like(tiny, tmp_path / "pipeline", "5b", scheduler)
+    stock = CogVideoXPipeline.from_pretrained(folder)(
+        "a coat moves down", height=32, width=48, num_frames=9, num_inference_steps=4, guidance_scale=3.0, use_dynamic_cfg=dynamic,
+        generator=torch.Generator().manual_seed(3), max_sequence_length=26, output_type="np",
+    ).frames[0]  # fmt: skip
+    engine = Engine(folder, RuntimeConfig(device="cpu", dtype="float32"))
+    sampling = SamplingConfig(num_frames=9, height=32, width=48, num_inference_steps=4, dynamic_guidance=dynamic)
+    ours = engine.generate("a coat moves down", 3, sampling, "bf16")
+    assert np.array_equal(ours.frames, np.rint(stock * 255).astype(np.uint8))
+    assert (ours.frames.std() > 5, ours.warnings) == (True, [])
+    if not dynamic:
+        other = engine.generate("a coat moves down", 3, replace(sampling, dynamic_guidance=True), "bf16")
+        assert not np.array_equal(other.frames, ours.frames)
+        quantised = engine.generate("a coat moves down", 3, sampling, "attn_qat")
+        assert not np.array_equal(quantised.frames, ours.frames)
+        assert {receipt["recipe"] for receipt in quantised.receipts} == {"attn_qat"}
+
+
+def test_16_bits_leave_the_vae_in_float32(tiny: Path) -> None:
+    engine = Engine(tiny, RuntimeConfig(device="cpu", dtype="bfloat16"))
+    seen: list[torch.dtype] = []
+    engine.pipeline.vae.decoder.conv_in.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    frames = engine.generate("a bag", 0, SamplingConfig(num_frames=9, height=32, width=32, num_inference_steps=2), "bf16").frames
+    assert engine.transformers["transformer"].dtype == torch.bfloat16
+    assert (set(seen), frames.std() > 1) == ({torch.float32}, True)
+
+
+def test_a_prompt_that_is_cut_is_told(tiny: Path) -> None:
+    engine = Engine(tiny, RuntimeConfig(device="cpu"))
+    sampling = SamplingConfig(num_frames=1, height=16, width=16, num_inference_steps=1)
+    fits, cut = ("a bag" + " a bag" * count for count in (11, 12))
+    assert engine.generate(fits, 0, sampling, "bf16").warnings == []
+    told = [engine.generate(cut, 0, sampling, "bf16"), engine.generate(fits, 0, replace(sampling, negative_prompt=cut), "bf16")]
+    for result, name in zip(told, ("prompt", "negative prompt"), strict=True):
+        assert result.warnings == [f"the {name} has 27 tokens, of which the model sees the first 26: {cut!r}"]
+
+
+# --- what is refused, before weights are loaded
+
+
+def test_image_to_video_is_refused(tiny: Path, tmp_path: Path) -> None:
+    pipeline = edited(tiny, tmp_path / "pipeline", "model_index.json", _class_name="CogVideoXImageToVideoPipeline")
+    with pytest.raises(CheckpointError, match=r"holds a CogVideoXImageToVideoPipeline, which is not supported yet; supported:.* CogVideoXPipeline"):
+        family_of(pipeline)
+    for key, value in (("in_channels", 8), ("ofs_embed_dim", 512), ("use_learned_positional_embeddings", True)):
+        folder = edited(tiny, tmp_path / key, "transformer/config.json", **{key: value})
+        with pytest.raises(CheckpointError, match=f"is an image-to-video transformer \\({key}.*only text-to-video is supported for CogVideoX yet"):
+            FAMILY.geometry(folder)
+    with pytest.raises(ConfigError, match="image"):
+        load(GenerateConfig, None, [f"model={tiny}", "prompt=a bag", f"out={tmp_path / 'x.mp4'}", "image=bag.png"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prediction_type": "epsilon"}, "prediction_type='epsilon', but CogVideoX is trained with 'v_prediction'"),
+        ({"num_train_timesteps": 100}, "num_train_timesteps=100, but"),
+        ({"_class_name": "DDPMScheduler"}, "is a DDPMScheduler; legal for CogVideoX: CogVideoXDDIMScheduler, CogVideoXDPMScheduler"),
+    ],
+)
+def test_schedulers_that_models_were_not_trained_with(changes: dict[str, Any], message: str, tiny: Path, tmp_path: Path) -> None:
+    folder = edited(tiny, tmp_path / "x", "scheduler/scheduler_config.json", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        FAMILY.noise_schedule(folder)
+
+
+def test_configuration_that_does_not_fit(tiny: Path, tmp_path: Path) -> None:
+    other_vae = edited(tiny, tmp_path / "vae", "vae/config.json", latent_channels=16)
+    with pytest.raises(CheckpointError, match="in_channels=4, out_channels=4, the VAE's latent_channels=16 must be equal"):
+        FAMILY.geometry(other_vae)
+    none = edited(tiny, tmp_path / "none", "model_index.json", transformer=[None, None])
+    with pytest.raises(CheckpointError, match="names no transformer"):
+        FAMILY.components(none)
+    with pytest.raises(CheckpointError, match=r"has no 'transformer_2'; it has: transformer$"):
+        FAMILY.geometry(tiny, "transformer_2")
+
+
+def test_sampling_that_is_not_for_this_model(tiny: Path, tiny_pipeline: Path) -> None:
+    with pytest.raises(ConfigError, match=r"sampling.flow_shift=3.0 is not legal; legal: 0 for .*v-prediction\) takes no flow shift"):
+        check_sampling(tiny, SamplingConfig(flow_shift=3.0))
+    with pytest.raises(ConfigError, match=r"sampling.dynamic_guidance=True is not legal; legal: false for .*pipelines of wan have none"):
+        check_sampling(tiny_pipeline, SamplingConfig(dynamic_guidance=True))
+    with pytest.raises(ConfigError, match=r"13 frames don't fit this model; legal: 8n\+1, such as 9 or 17"):
+        check_sampling(tiny, SamplingConfig(num_frames=13))
+
+
+def test_masks_and_16_bit_angles_are_refused() -> None:
+    model = make_transformer()
+    install(model, "bf16")
+    block, (x, text) = model.transformer_blocks[0], (torch.zeros(1, n, 64) for n in (4, 2))
+    with pytest.raises(AttentionError, match=r"transformer_blocks.0.attn1: CogVideoX's attention takes no mask"):
+        block.attn1(x, encoder_hidden_states=text, attention_mask=torch.ones(1, 6))
+    with pytest.raises(AttentionError, match=r"rotary tables must be float32, got torch.bfloat16"):
+        block.attn1(x, encoder_hidden_states=text, image_rotary_emb=(torch.zeros(4, 32).bfloat16(),) * 2)
+
+
+# --- the family's view of a transformer
+
+
+def test_all_attention_is_joint_and_quantised() -> None:
+    model = make_transformer()
+    assert family_of_transformer(model) is FAMILY
+    layers = install(model, "attn_qat")
+    assert [(x.name, x.kind, x.index) for x in layers] == [("transformer_blocks.0.attn1", "joint", 0), ("transformer_blocks.1.attn1", "joint", 1)]
+    assert all(model.get_submodule(x.name) is x.module and (x.num_heads, x.head_dim) == (2, 32) for x in layers)
+    assert FAMILY.blocks(model) == list(model.transformer_blocks)
+    with record_receipts() as receipts, torch.no_grad():
+        FAMILY.forward(model, *make_inputs(model))
+    assert [(receipt.recipe, receipt.calls) for receipt in receipts] == [("attn_qat", 2)]
+    assert install(model, replace(RECIPES["attn_qat"], attention_kinds=("self",))) == []
+    uninstall(model)
+    assert type(model.transformer_blocks[0].attn1.processor).__name__ == "CogVideoXAttnProcessor2_0"
+
+
+def test_tokens_are_what_the_transformer_sees(tiny: Path) -> None:
+    geometry = FAMILY.geometry(tiny)
+    model = FAMILY.load_transformer(tiny, "transformer", dtype=torch.float32)
+    install(model, "bf16")
+    tokens: list[int] = []
+    observe(model, lambda name, q, k, v: tokens.append(q.shape[1]))
+    with torch.no_grad():
+        FAMILY.forward(model, torch.zeros(1, *geometry.latent_shape(9, 32, 48)), torch.tensor([0.5]), torch.zeros(1, 4, geometry.text_dim))
+    assert geometry.num_tokens(9, 32, 48) == 3 * 4 * 6
+    assert tokens == [4 + 3 * 4 * 6] * 2
+
+
+def test_from_scratch_is_a_function_of_the_seed(tiny: Path) -> None:
+    states = [FAMILY.load_transformer(tiny, "transformer", dtype=torch.bfloat16, from_scratch=True, seed=seed).state_dict() for seed in (5, 5, 6)]
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+    assert not torch.equal(states[0]["proj_out.weight"], states[2]["proj_out.weight"])
+    assert {value.dtype for value in states[0].values()} == {torch.bfloat16}
+    built = FAMILY.build(tiny, "transformer")
+    assert {name: value.shape for name, value in built.state_dict().items()} == {name: value.shape for name, value in states[0].items()}
+    assert all(parameter.is_meta for parameter in built.parameters())
