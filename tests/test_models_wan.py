@@ -95,13 +95,15 @@ def test_bf16_recipe_is_bitwise_the_stock_processor(changes: dict, text_tokens: 
 def test_bf16_recipe_is_bitwise_the_stock_processor_under_autocast() -> None:
     model = make_transformer()
     inputs = make_inputs(model, torch.float32)
+    truth = outputs_and_gradients(model, inputs)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         stock = outputs_and_gradients(model, inputs)
         install(model, "bf16")
         ours = outputs_and_gradients(model, inputs)
     assert torch.equal(stock[0], ours[0])
-    # The rotation's gradient is rounded once where autograd rounds twice; and gradients of 16-bit products are no closer than this to true ones.
-    assert all(relative_l2(a, b) < 1e-2 for a, b in zip(ours[1:], stock[1:], strict=True))
+    # The rotation's gradient is rounded once where autograd rounds twice.
+    errors = [(relative_l2(mine, exact), relative_l2(theirs, exact)) for mine, theirs, exact in zip(ours[1:], stock[1:], truth[1:], strict=True)]
+    assert all(mine < 1.3 * theirs for mine, theirs in errors)
 
 
 def test_quantised_under_autocast_sees_the_numbers_that_sdpa_would_see() -> None:
