@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "example-model": Command(
         cfg.ExampleModelConfig,
         "videoqat.models.tiny:build_pipeline",
-        "build a tiny Wan pipeline (a diffusers folder) offline from configuration",
+        "build a tiny pipeline (a diffusers folder; Wan or CogVideoX) offline from configuration",
         "videoqat example-model out=tiny-wan",
     ),
     "preprocess": Command(

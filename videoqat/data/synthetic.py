@@ -34,7 +34,7 @@ def write_cache(out: Path, model: Path, bucket: tuple[int, int, int], samples: i
     def text() -> torch.Tensor:
         return torch.randn((text_tokens, geometry.text_dim), generator=generator).to(torch.bfloat16)
 
-    store.add("null", "", {"text": text()[:1]})
+    store.add("null", "", {"text": text()})
     entries: list[dict[str, Any]] = []
     for i in range(samples):
         key = f"noise{i}"
