@@ -183,6 +183,22 @@ def test_a_lost_rank_ends_the_others_with_the_reason(how: str) -> None:
     assert survivor.ended_at <= lost.ended_at or how != "silent"
 
 
+def _stay_away() -> str:
+    if os.environ["RANK"] == "1":
+        time.sleep(10)
+        return "never came"
+    with open_mesh(ParallelConfig(start_timeout_s=2), CPU):
+        return ""
+
+
+@pytest.mark.dist
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said() -> None:
+    waiting, away = outcomes(_stay_away, 2, timeout=60)
+    assert "WorkerLost: meeting the other processes: another process ended or stopped answering (" in waiting.error
+    assert away.result == "never came"
+    assert waiting.ended_at <= away.ended_at
+
+
 def test_errors_of_other_kinds_stay_what_they_are() -> None:
     with pytest.raises(ZeroDivisionError), collective_errors("step 1"):
         raise ZeroDivisionError

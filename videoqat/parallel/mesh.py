@@ -226,6 +226,7 @@ def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | 
 
     Raises:
         ConfigError: an illegal layout, or deepspeed asked for and not there.
+        WorkerLost: not all processes came within parallel.start_timeout_s.
         RuntimeError: a process group exists already.
     """
     if dist.is_initialized():
@@ -234,11 +235,13 @@ def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | 
     device = local_device(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    _start_group(config, device, layout.world_size)
+    with collective_errors("meeting the other processes"):
+        _start_group(config, device, layout.world_size)
     clean = False
     try:
-        mesh = _build(config, layout, device)
-        mesh._set_timeout(config.start_timeout_s)
+        with collective_errors("meeting the other processes"):
+            mesh = _build(config, layout, device)
+            mesh._set_timeout(config.start_timeout_s)
         yield mesh
         clean = True
     finally:
