@@ -40,7 +40,8 @@ def test_fake_tensors_count_what_real_ones_do(family: str, tmp_path: Path) -> No
     model, geometry = family_of(folder), family_of(folder).geometry(folder)
     text_tokens = model.text_tokens(folder)
     bucket = "9x64x64"
-    counted = {recipe: forward_cost(str(folder), "transformer", bucket, text_tokens, get_recipe(recipe), "float32") for recipe in ("bf16", "attn_qat")}
+    recipes = {name: get_recipe(name) for name in ("bf16", "attn_qat")}
+    counted = {name: forward_cost(str(folder), "transformer", bucket, text_tokens, recipe, "float32") for name, recipe in recipes.items()}
     transformer = model.load_transformer(folder, "transformer", dtype=torch.float32)
     x_BCFHW = torch.randn(1, *geometry.latent_shape(9, 64, 64))
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
