@@ -97,12 +97,12 @@ def rows_of(config: Any, name: str = "log.jsonl") -> list[dict[str, Any]]:
     return read_log(Path(config.out) / name)
 
 
-LAYOUTS = {"shard": {"parallel__dp_shard": 2}, "replicate": {"parallel__dp_replicate": 2}, "sp": {"parallel__sp": 2}}
+LAYOUTS = {"shard": {"parallel__dp_shard": 2}, "sp": {"parallel__sp": 2}}
 
 
 @pytest.fixture(scope="module")
 def runs(run_config: Callable[..., Any], tiny_cache: Path) -> dict[str, Any]:
-    """The same training in one process and in three layouts of two, with looks at everything: name -> configuration."""
+    """The same training in one process and in two layouts of two, with looks at everything: name -> configuration."""
     looks = LOOKS | {"validation__cache": str(tiny_cache)}
     configs = {name: run_config(name, **looks, **layout) for name, layout in ({"one": {}} | LAYOUTS).items()}
     results = on_two_ranks(*((train, configs[name]) for name in LAYOUTS))
@@ -125,7 +125,7 @@ def test_logs_are_those_of_one_process(runs: dict[str, Any], layout: str) -> Non
     traced = [row["step"] for row in rows if "communication_seconds" in row]
     assert traced == [2, 3]  # every second, and the session's third
     assert all(0 <= row["communication_exposed_seconds"] <= row["communication_seconds"] for row in rows[1:])
-    assert all(0 < row["communication_seconds"] for row in rows[1:])
+    assert all(row["communication_seconds"] > 0 for row in rows[1:])
     assert not any("communication_seconds" in row for row in expected)
     sessions = json.loads((Path(runs[layout].out) / "provenance.json").read_text())["sessions"]
     assert [session["layout"][:1] for session in sessions] == ["2"]
@@ -286,7 +286,7 @@ def test_a_killed_rank_ends_the_other_with_one_line_and_the_run_can_go_on(run_co
     config = run_config("killed", train__save_every=1, train__steps=9)
     settings = {"model.path": config.model.path, "cache": config.cache, "out": config.out, "recipe": config.recipe}
     loop = {f"train.{key}": getattr(config.train, key) for key in ("steps", "save_every", "global_batch_size", "compute_dtype", "health_every")}
-    words = ["train", *(f"{key}={value}" for key, value in (settings | loop).items())]
+    words = ["train", "train.async_save=false", *(f"{key}={value}" for key, value in (settings | loop).items())]
     survivor, killed = outcomes(killed_at_the_third_step, 2, words, timeout=90)
     assert killed.exit_code == -signal.SIGKILL
     assert survivor.exit_code == 0, survivor.error

@@ -18,7 +18,6 @@ from videoqat.errors import ConfigError, DataError, NonFiniteVideo, UserError
 from videoqat.generation.engine import Engine
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
-
 from videoqat.training import looks, samples, trainer
 from videoqat.training.export import export
 from videoqat.training.job import check

@@ -22,10 +22,13 @@ from videoqat.recipes import AttentionRecipe
 
 @contextlib.contextmanager
 def forwards_alone(transformer: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; afterwards the transformer is in training again, and its weights are sharded."""
+    """No gradients, no dropout; afterwards the transformer is in training again, and its weights are sharded.
+
+    Compiled blocks run uncompiled: modules can be looked into, and no code is made for shapes of a look that training would use from then on.
+    """
     transformer.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         transformer.train()
@@ -110,8 +113,7 @@ def first_nonfinite(transformer: nn.Module, forwards: list[Callable[[], Any]]) -
         handles.append(module.register_forward_pre_hook(before(name), with_kwargs=True))
         handles.append(module.register_forward_hook(after(name)))
     try:
-        # Compiled code has no modules left to look into.
-        with forwards_alone(transformer), torch.compiler.set_stance("force_eager"):
+        with forwards_alone(transformer):
             for forward in forwards:
                 forward()
     finally:

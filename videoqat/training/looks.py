@@ -8,8 +8,6 @@ anything was looked at or not.
 import contextlib
 from typing import Any
 
-import torch
-
 from videoqat.console import say
 from videoqat.data.dataset import CachedVideos
 from videoqat.errors import NonFiniteError
@@ -69,11 +67,10 @@ class Looks:
         if every == 0 or not run.engine.layers or not (step == 1 or step % every == 0):
             return {}
         batch = run.ahead.take(step, self._mesh.device)[0]
-        watch = (
-            quantisation_health(run.engine.transformer, self._job.recipe, run.engine.layers) if self._mesh.rank == 0 else contextlib.nullcontext({})
-        )
-        # Compiled code is left alone: with an observer in it, it would be another.
-        with forwards_alone(run.engine.transformer), torch.compiler.set_stance("force_eager"), watch as found:
+        watch: contextlib.AbstractContextManager[dict[str, Any]] = contextlib.nullcontext({})
+        if self._mesh.rank == 0:
+            watch = quantisation_health(run.engine.transformer, self._job.recipe, run.engine.layers)
+        with forwards_alone(run.engine.transformer), watch as found:
             batch_loss(run, batch)
         return {"health": found}
 
@@ -95,9 +92,10 @@ class Looks:
                     found = self._losses(step, self._held_out, log)
                 if self._sampler is not None:
                     strips = self._sampler.render(step, self._run.faults, self._heed)
-                    for name, picture_HWC in strips.items() if log else ():
+                    if log:
                         with self._run.faults.noted():
-                            log.show(f"samples/{name}", picture_HWC, step)
+                            for name, picture_HWC in strips.items():
+                                log.show(f"samples/{name}", picture_HWC, step)
         except _Interrupted:
             say(f"validation of step {step} was cut short by a signal")
         except NonFiniteError as error:  # the training itself will say if it is broken; what is only looked at must not end it

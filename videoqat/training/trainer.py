@@ -132,7 +132,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         state.remove_leftovers(out / "checkpoints")
         session: dict[str, Any] = provenance(str(mesh.device)) | {"layout": str(mesh.layout), "first_step": first}
         session["resumed_from"] = str(chosen) if chosen else None
-        log, earlier = None, []
+        log: RunLog | None = None
+        earlier: list[dict[str, Any]] = []
         with together(mesh):
             if mesh.rank == 0:
                 earlier = json.loads((out / "provenance.json").read_text())["sessions"] if chosen and (out / "provenance.json").is_file() else []
