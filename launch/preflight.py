@@ -3,11 +3,11 @@
     torchrun ... launch/preflight.py --config ... key=value ...     (the arguments of `videoqat train`; node.sh does this by itself)
     python launch/preflight.py --config ... key=value ...           (alone, for this process)
 
-Checks that all ranks answer, have the same configuration and versions, and clocks that agree; that the layout is legal for the model; that the
-output folder is shared by all and has room for a checkpoint; that GPU memory is free; and that an all-reduce over the training's own back end
-gives the right sum, with its bandwidth. Rank 0 prints a line for each: `ok`, or `FAIL` with what is wrong, on which host and rank, and what to do.
-Exit code 0 if all is well, else 1. No check waits for ever (WAIT_S). That hosts are known by name and the port is reached is seen before, by
-meet.py, without which torchrun could not have started this.
+Checks that all ranks answer, have the same configuration and versions, and clocks that agree; that the layout is legal for the model and the data
+suffice; that the output folder is shared by all and has room for a checkpoint; that GPU memory is free; and that an all-reduce over the training's
+own back end gives the right sum, with its bandwidth. Rank 0 prints a line for each: `ok`, or `FAIL` with what is wrong, on which host and rank, and
+what to do. Exit code 0 if all is well, else 1. No check waits for ever (WAIT_S). That hosts are known by name and the port is reached is seen
+before, by meet.py, without which torchrun could not have started this.
 """
 
 import json
@@ -35,9 +35,10 @@ from videoqat.cli import build_parser
 from videoqat.config import TrainConfig, load, to_dict
 from videoqat.errors import UserError
 from videoqat.models.spec import family_of
-from videoqat.parallel.mesh import local_device, resolve_layout
+from videoqat.parallel.mesh import local_device
 from videoqat.provenance import commit, versions
 from videoqat.training import state
+from videoqat.training.job import check
 
 WAIT_S = 120.0  # for ranks that don't answer, and for each collective
 FILE_WAIT_S = 30.0  # network file systems show another machine's files late
@@ -196,20 +197,15 @@ def check_versions(ranks: Ranks) -> Report:
     return differences(ranks, rows, "Use one environment (or container image) on all hosts")
 
 
-def check_layout(ranks: Ranks, config: TrainConfig) -> Report:
-    """The layout fits the number of processes and the model's heads."""
+def check_job(ranks: Ranks, config: TrainConfig) -> tuple[Report, str]:
+    """What `videoqat train --dry-run` would say: a legal layout for the number of processes and the model's heads, data enough for a step, ..."""
     if ranks.rank != 0:
-        return []
+        return [], ""
     try:
-        num_heads = family_of(config.model.path).geometry(config.model.path, config.model.component).num_heads
-        layout = resolve_layout(config.parallel, ranks.world_size, num_heads)
+        job = check(config, ranks.world_size)
     except UserError as error:
-        return [str(error)]
-    samples = config.train.global_batch_size or config.train.batch_size * layout.dp
-    if samples % (config.train.batch_size * layout.dp):
-        legal = f"a multiple of train.batch_size {config.train.batch_size} * {layout.dp} data-parallel positions"
-        return [f"train.global_batch_size={samples} is not legal for {layout}; legal: {legal}"]
-    return []
+        return [str(error)], ""
+    return [], f"{job.layout}; {job.accumulation} micro-batches of {config.train.batch_size} a step on each"
 
 
 def check_clocks(ranks: Ranks) -> Report:
@@ -338,7 +334,7 @@ def run(ranks: Ranks, arguments: list[str]) -> bool:
     if ranks.together("configuration", "" if well else "wrong") or config is None:
         return False  # nothing else can be asked without it
     tell("versions", check_versions(ranks))
-    tell("layout", check_layout(ranks, config))
+    tell("layout and data", *check_job(ranks, config))
     tell("clocks", check_clocks(ranks))
     tell("output folder", check_folder(ranks, Path(config.out)), config.out)
     tell("disk", check_disk(ranks, config))
