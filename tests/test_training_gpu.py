@@ -6,8 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.training import assert_same_run
 
-from videoqat.config import ExportConfig
+from videoqat.config import ExportConfig, SamplingConfig
+from videoqat.training import samples
 from videoqat.training.export import export
 from videoqat.training.runlog import read_log
 from videoqat.training.trainer import train
@@ -46,3 +48,32 @@ def test_resumes_and_exports(make: Any, tmp_path: Path) -> None:
     assert losses(parts.out) == pytest.approx(losses(whole.out), rel=1e-5)
     export(ExportConfig(run=parts.out, out=str(tmp_path / "exported")))
     assert json.loads((tmp_path / "exported" / "videoqat.json").read_text())["recipe"]["name"] == "attn_qat"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_looks_change_no_bit_and_leave_encoders_off_the_gpu(make: Any, monkeypatch: pytest.MonkeyPatch, compiled: bool) -> None:
+    seen: list[tuple[str, bool]] = []
+    render = samples.Sampler.render
+
+    def rendering(self: samples.Sampler, *args: Any) -> Any:
+        result = render(self, *args)
+        pipeline = self._engine.pipeline
+        seen.append((next(pipeline.vae.parameters()).device.type, pipeline.text_encoder is None))
+        return result
+
+    monkeypatch.setattr(samples.Sampler, "render", rendering)
+    gpu = {"runtime__device": "cuda", "train__compute_dtype": "bfloat16", "train__compile": compiled, "train__steps": 6}
+    alone, watched = make("alone", **gpu), make("watched", **gpu, train__health_every=2)
+    watched.validation.every, watched.validation.cache, watched.validation.samples = 2, watched.cache, 3
+    watched.validation.prompts = ["a bag moves up"]
+    watched.validation.sampling = SamplingConfig(num_frames=5, height=64, width=32, num_inference_steps=2)  # of another size than the clips
+    train(alone)
+    result = train(watched)
+    assert_same_run(Path(watched.out), Path(alone.out))
+    assert seen == [("cpu", True)] * 3
+    record = json.loads((Path(watched.out) / "samples/step-000006/prompt-00.json").read_text())
+    assert {(r["kernel"], r["device"]) for r in record["receipts"] if r["recipe"] == "attn_qat"} == {("triton", "cuda:0")}
+    rows = read_log(Path(watched.out) / "validation.jsonl")
+    assert [row["step"] for row in rows] == [2, 4, 6]
+    assert all(0 < abs(row["attn_qat"]["relative"]) < 0.5 for row in rows)
+    assert result["steps"] == 6

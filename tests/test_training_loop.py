@@ -12,10 +12,10 @@ import torch
 from helpers.training import assert_same_run, stored, tiny_config
 
 from videoqat.errors import CheckpointError, UserError
-from videoqat.training import state, trainer
+from videoqat.training import runlog, state, trainer
 from videoqat.training.batches import load_batch
 from videoqat.training.job import check
-from videoqat.training.runlog import only_run, read_log
+from videoqat.training.runlog import only_run, read_log, stop_on_signal
 from videoqat.training.step import Run, Step
 from videoqat.training.trainer import train
 
@@ -143,6 +143,17 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
         return original(run, number)
 
     monkeypatch.setattr(trainer, "take_step", stepping)
+
+
+def test_one_wish_may_come_twice_but_a_later_one_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C under torchrun: the terminal sends SIGINT, and torchrun SIGTERM after it."""
+    with stop_on_signal() as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal == signal.SIGINT
+        monkeypatch.setattr(runlog, "ONE_WISH_S", -1.0)  # as if that had been long ago
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_resume_never_refuses_to_overwrite(make: Any, whole_run: Path, tmp_path: Path) -> None:
