@@ -1,4 +1,4 @@
-# One word each: `make demo`, `make test`, `make check`, `make bench`, `make fmt`. The first makes its environment in .venv by itself.
+# One word each: `make demo`, `make test`, `make check`, `make bench`, `make fmt`, `make kernels`. The first makes its environment in .venv by itself.
 #
 # Variables, should you want them: PYTHON=python3.12  VENV=/elsewhere/venv  TORCH=torch==2.12.0  TORCH_INDEX=  (no other index than pip's own)
 
@@ -19,13 +19,14 @@ TORCH ?= torch==2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 endif
 
-.PHONY: help demo test check bench fmt venv
+.PHONY: help demo test check bench fmt kernels venv
 help:
 	@echo "make demo   the whole road on two CPU cores: train, fine-tune with 4-bit attention, compare, report"
 	@echo "make test   run the tests"
 	@echo "make check  format, lint, types and import rules, without changing anything"
 	@echo "make bench  time 4-bit attention beside torch's own, and how long the program takes to start"
 	@echo "make fmt    format and mend what can be mended"
+	@echo "make kernels  build the CUDA kernels for RTX 50-class GPUs (needs no GPU; fetches NVIDIA's compiler from PyPI where there is none)"
 
 # Waiting threads sleep instead of spinning: where something else runs on the machine, too, that is several times faster, and alone hardly slower.
 demo: venv
@@ -49,6 +50,9 @@ bench: venv
 fmt: venv
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+kernels: venv
+	@PYTHONPATH=kernels $(BIN)/python -m videoqat_kernels.cuda.build --fetch-compiler
 
 venv: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml

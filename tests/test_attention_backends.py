@@ -37,7 +37,7 @@ BAD_CALLS = {
     "kv_len's device": ({"kv_len": torch.zeros(2, dtype=torch.int32, device="meta")}, "kv_len must be on q's device"),
     "kv_len too long": ({"kv_len": torch.tensor([3, 25])}, r"kv_len=\[3, 25\] must be between 0 and 24"),
     "kv_len negative": ({"kv_len": torch.tensor([-1, 3])}, "between 0 and 24"),
-    "kernel": ({"kernel": "flash5"}, "kernel='flash5' does not exist; legal: auto, sdpa, triton, torch"),
+    "kernel": ({"kernel": "flash5"}, "kernel='flash5' does not exist; legal: auto, sdpa, cuda_nvfp4, cuda_nvfp4_emulated, triton, torch"),
 }
 
 

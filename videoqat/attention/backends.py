@@ -1,9 +1,9 @@
 """Which kernel serves a call, why, and what really ran.
 
-A kernel is a module with `describe(recipe, device_type)` (whether its arithmetic is native, and why one would choose it: for the receipt),
-`BY_NAME_ONLY` (device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why it can't
-serve), `forward` and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other). A new one is its file and one line in
-`KERNELS`, which is in order of preference.
+A kernel is a module (or an object) with `describe(recipe, device_type)` (whether its arithmetic is native, and why one would choose it: for
+the receipt), `BY_NAME_ONLY` (device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why
+it can't serve), `forward` and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other); those that quantise also `encode` and
+`forward_coded` (`coded.py`). A new one is its file and one line in `KERNELS`, which is in order of preference.
 """
 
 import contextlib
@@ -15,12 +15,14 @@ from typing import Any
 
 import torch
 
-from videoqat.attention import sdpa_backend, torch_backend, triton_backend
+from videoqat.attention import cuda_backend, sdpa_backend, torch_backend, triton_backend
 from videoqat.errors import AttentionError
 from videoqat.recipes import AttentionRecipe, get_recipe
 
-KERNELS: dict[str, ModuleType] = {
+KERNELS: dict[str, ModuleType | cuda_backend.CudaKernel] = {
     "sdpa": sdpa_backend,
+    "cuda_nvfp4": cuda_backend.NATIVE,
+    "cuda_nvfp4_emulated": cuda_backend.EMULATED,
     "triton": triton_backend,
     "torch": torch_backend,
 }
@@ -77,6 +79,8 @@ def resolve(
     passed_by = ""
     if kernel == "auto":
         chosen, asked = able[0], ""
+        if chosen == "triton" and device_type == "cuda" and not training and cuda_backend.gpu_has_fp4():
+            passed_by = f"; cuda_nvfp4 doesn't serve here: {obstacles['cuda_nvfp4']}"
         if chosen == "torch" and device_type != "cpu" and obstacles["triton"] is not None:  # slow there: say why the fast one doesn't serve
             passed_by = f"; triton doesn't serve here: {obstacles['triton']}"
     elif kernel in able:

@@ -1,0 +1,227 @@
+// Q, K and V to NVFP4 operands, one pass over memory each: read with whatever strides, (smooth,) quantise, write in fragment order (layout.cuh).
+//
+// Codes and scales are those of docs/numerics.md bit by bit: x * r is rounded before it is quantised, and squared errors are summed as a
+// balanced tree without fused multiply-adds (x' = c * s is exact, so fma(c, s, -x) is the rounded difference).
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "interface.h"
+#include "launch.cuh"
+#include "rounding.cuh"
+
+namespace vq {
+namespace {
+
+VQ_INLINE float2 to_floats(uint32_t pair, bool is_half) {
+    if (is_half) return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000));
+}
+
+// Half a block of 16: eight neighbours. The other half is in the lane with another lowest bit, and both lanes compute the block's scale.
+struct HalfBlock {
+    float x[8];
+
+    VQ_INLINE float squared_error(float s, float r) const {
+        float e[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            float d = fmaf(round_e2m1(__fmul_rn(fabsf(x[i]), r)), s, -fabsf(x[i]));
+            e[i] = __fmul_rn(d, d);
+        }
+        float sum = __fadd_rn(__fadd_rn(__fadd_rn(e[0], e[1]), __fadd_rn(e[2], e[3])), __fadd_rn(__fadd_rn(e[4], e[5]), __fadd_rn(e[6], e[7])));
+        return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+    }
+
+    // The eight codes; `scale` becomes the code of the block's scale.
+    VQ_INLINE uint32_t quantize(const QuantizeArguments& a, uint32_t& scale) const {
+        uint32_t largest = 0;  // as an integer, where NaN is the largest of all
+#pragma unroll
+        for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7FFFFFFF);
+        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
+        const bool bad = largest >= 0x7F800000;
+        const float amax = __uint_as_float(largest);
+        scale = e4m3_code(__fmul_rn(amax, a.inverse_divisors[0]));
+        if (a.num_divisors > 1) {
+            float s = e4m3_value(scale);
+            float least = squared_error(s, s == 0 ? 0.0f : e4m3_reciprocal(s));
+            for (int i = 1; i < a.num_divisors; ++i) {
+                const uint32_t other_scale = e4m3_code(__fmul_rn(amax, a.inverse_divisors[i]));
+                s = e4m3_value(other_scale);
+                const float other = squared_error(s, s == 0 ? 0.0f : e4m3_reciprocal(s));
+                if (other < least) least = other, scale = other_scale;
+            }
+        }
+        const float r = e4m3_reciprocal(e4m3_value(scale));
+        float y[8];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i], r);
+        const uint32_t codes = e2m1_codes(y);
+        if (bad) scale = 0x7F;
+        return bad || scale == 0 ? 0 : codes;
+    }
+};
+
+// One byte a lane for each of two blocks (of lanes q < 2 and q >= 2, in this order) to the four of a k-step, in all four lanes.
+VQ_INLINE uint32_t join_scales(uint32_t first, uint32_t second, int q) {
+    const uint32_t mine = (first | second << 16) << 8 * (q >> 1);
+    return mine | __shfl_xor_sync(~0u, mine, 2);
+}
+
+VQ_INLINE void subtract_mean(HalfBlock& block, const float* mean) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+        const float4 m = *reinterpret_cast<const float4*>(mean + i);
+        block.x[i] -= m.x, block.x[i + 1] -= m.y, block.x[i + 2] -= m.z, block.x[i + 3] -= m.w;
+    }
+}
+
+VQ_INLINE const float* mean_of_token(const QuantizeArguments& a, int64_t bh, int token, int D) {
+    if (a.mean == nullptr) return nullptr;
+    if (a.mean_tokens == 0) return a.mean + bh * D;
+    return a.mean + (bh * ceil_div(a.N, a.mean_tokens) + token / a.mean_tokens) * D;
+}
+
+// Q and K: blocks along channels. A warp quantises 16 rows; a lane eight channels of every 32, of two of them.
+template <int D, bool kIsK>
+__global__ void __launch_bounds__(256) quantize_rows(const __grid_constant__ QuantizeArguments a) {
+    constexpr int kSteps = D / 64;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int tile = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
+    const int64_t bh = static_cast<int64_t>(b) * a.H + h;
+    const int length = a.lengths == nullptr ? a.N : a.lengths[b];
+    const char* source = static_cast<const char*>(a.x) + 2 * (b * a.stride_b + h * a.stride_h);
+
+    uint4 raw[2][D / 32];
+    int tokens[2];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const int position = 16 * warp + 8 * row + g;
+        tokens[row] = tile * 128 + (kIsK ? key_of_column(position) : position);
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            raw[row][c] = make_uint4(0, 0, 0, 0);
+            if (tokens[row] < length) raw[row][c] = *reinterpret_cast<const uint4*>(source + 2 * (tokens[row] * a.stride_n + 32 * c + 8 * q));
+        }
+    }
+
+    uint32_t words[2][D / 32], scales[2][kSteps];
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+        const float* mean = mean_of_token(a, bh, tokens[row], D);
+        uint32_t bytes[D / 32];
+#pragma unroll
+        for (int c = 0; c < D / 32; ++c) {
+            HalfBlock block;
+            const uint32_t pairs[4] = {raw[row][c].x, raw[row][c].y, raw[row][c].z, raw[row][c].w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const float2 x = to_floats(pairs[i], a.is_half);
+                block.x[2 * i] = x.x, block.x[2 * i + 1] = x.y;
+            }
+            if (mean != nullptr && tokens[row] < length) subtract_mean(block, mean + 32 * c + 8 * q);
+            words[row][c] = block.quantize(a, bytes[c]);
+        }
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) scales[row][s] = join_scales(bytes[2 * s], bytes[2 * s + 1], q);
+    }
+
+    if constexpr (kIsK) {
+        unsigned char* out = a.operand + (bh * (gridDim.x + 1) + tile) * pair_bytes(D);
+        if constexpr (D == 128) {
+#pragma unroll
+            for (int row = 0; row < 2; ++row) {
+                *reinterpret_cast<uint4*>(out + (2 * warp + row) * kUnit + lane * 16) =
+                    make_uint4(words[row][0], words[row][1], words[row][2], words[row][3]);
+            }
+        } else {
+            *reinterpret_cast<uint4*>(out + warp * kUnit + lane * 16) = make_uint4(words[0][0], words[0][1], words[1][0], words[1][1]);
+        }
+        // The warp's n-tiles are 4u + T with T = 2 (warp & 1) + row: lane q = row of each quad writes that row's words.
+        if (q < 2) {
+#pragma unroll
+            for (int s = 0; s < kSteps; ++s) {
+                const int to = scale_word((warp >> 1) * kSteps + s, 4 * g + 2 * (warp & 1) + q);
+                *reinterpret_cast<uint32_t*>(out + 64 * D + to) = q == 0 ? scales[0][s] : scales[1][s];
+            }
+        }
+    } else {
+        unsigned char* out = a.operand + (bh * gridDim.x * 8 + tile * 8 + warp) * query_bytes(D);
+#pragma unroll
+        for (int s = 0; s < kSteps; ++s) {
+            *reinterpret_cast<uint4*>(out + s * kUnit + lane * 16) = make_uint4(words[0][2 * s], words[1][2 * s], words[0][2 * s + 1], words[1][2 * s + 1]);
+        }
+        const int s = (q >> 1) % kSteps;
+        const uint32_t row0 = s == 0 ? scales[0][0] : scales[0][kSteps - 1], row8 = s == 0 ? scales[1][0] : scales[1][kSteps - 1];
+        *reinterpret_cast<uint32_t*>(out + 8 * D + lane * 4) = (q & 1) == 0 ? row0 : row8;
+    }
+}
+
+// V: blocks along tokens. The tile is turned in shared memory; then a lane quantises eight tokens of every 32, of two channels.
+template <int D>
+__global__ void __launch_bounds__(2 * D) quantize_columns(const __grid_constant__ QuantizeArguments a) {
+    constexpr int kPitch = D / 2;  // 32-bit words of a token
+    __shared__ __align__(16) uint32_t turned[128 * kPitch];
+    const int tile = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
+    const int64_t bh = static_cast<int64_t>(b) * a.H + h;
+    const int length = a.lengths == nullptr ? a.N : a.lengths[b];
+    const char* source = static_cast<const char*>(a.x) + 2 * (b * a.stride_b + h * a.stride_h);
+    // Words of tokens 8 apart, which neighbouring lanes read below, would meet in one bank: their place is shifted by 8 words.
+    auto place = [](int token, int word) { return token * kPitch + (word ^ (token & 24)); };
+
+    constexpr int kChunks = D / 8;  // of 16 bytes, in a token
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int chunk = threadIdx.x + i * 2 * D, token = chunk / kChunks, column = chunk % kChunks;
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (tile * 128 + token < length) x = *reinterpret_cast<const uint4*>(source + 2 * ((tile * 128 + token) * a.stride_n + 8 * column));
+        *reinterpret_cast<uint4*>(turned + place(token, 4 * column)) = x;
+    }
+    __syncthreads();
+
+    const int q = threadIdx.x & 3, pair = threadIdx.x >> 2;
+    uint32_t words[2][4], bytes[2][4];
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+        HalfBlock even, odd;
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+            const float2 x = to_floats(turned[place(32 * c + 8 * q + e, pair)], a.is_half);
+            even.x[e] = x.x, odd.x[e] = x.y;
+        }
+        words[0][c] = even.quantize(a, bytes[0][c]);
+        words[1][c] = odd.quantize(a, bytes[1][c]);
+    }
+
+    unsigned char* out = a.operand + (bh * (gridDim.x + 1) + tile + 1) * pair_bytes(D) + tile_bytes(D);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+        const int channel = 2 * pair + j, g = channel & 7, n_tile = channel >> 3;
+        *reinterpret_cast<uint4*>(out + n_tile * kUnit + (4 * g + q) * 16) = make_uint4(words[j][0], words[j][1], words[j][2], words[j][3]);
+        const uint2 scales = make_uint2(join_scales(bytes[j][0], bytes[j][1], q), join_scales(bytes[j][2], bytes[j][3], q));
+        if (q == j) *reinterpret_cast<uint2*>(out + 64 * D + scale_word((n_tile >> 2) * 2, 4 * g + (n_tile & 3))) = scales;
+    }
+}
+
+enum class Operand { kQ, kK, kV };
+
+template <int D>
+int quantize(const QuantizeArguments& a, Operand operand, void* stream) {
+    const dim3 grid(ceil_div(a.N, 128), a.H, a.B);
+    switch (operand) {
+        case Operand::kQ: return launch(quantize_rows<D, false>, grid, 256, 0, stream, a);
+        case Operand::kK: return launch(quantize_rows<D, true>, grid, 256, 0, stream, a);
+        default: return launch(quantize_columns<D>, grid, 2 * D, 0, stream, a);
+    }
+}
+
+int quantize(const QuantizeArguments& a, Operand operand, void* stream) {
+    if (a.num_divisors < 1 || a.num_divisors > kMaxDivisors || a.H > 65535 || a.B > 65535) return cudaErrorInvalidValue;
+    return a.head_dim == 128 ? quantize<128>(a, operand, stream) : a.head_dim == 64 ? quantize<64>(a, operand, stream) : cudaErrorInvalidValue;
+}
+
+}  // namespace
+}  // namespace vq
+
+int videoqat_quantize_q(const QuantizeArguments* a, void* stream) { return vq::quantize(*a, vq::Operand::kQ, stream); }
+int videoqat_quantize_k(const QuantizeArguments* a, void* stream) { return vq::quantize(*a, vq::Operand::kK, stream); }
+int videoqat_quantize_v(const QuantizeArguments* a, void* stream) { return vq::quantize(*a, vq::Operand::kV, stream); }

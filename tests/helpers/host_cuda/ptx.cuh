@@ -1,0 +1,55 @@
+// What ptx.cuh of the kernels does by the GPU's own instructions, for a CPU.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "layout.cuh"
+
+namespace vq {
+
+inline unsigned char* dynamic_shared() { return host::shared; }
+inline uint32_t shared_address(const void* p) { return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - host::shared); }
+inline void barrier_init(uint32_t barrier, uint32_t arrivals) { host::copy_barriers[barrier] = {static_cast<int>(arrivals), static_cast<int>(arrivals)}; }
+inline void barrier_init_done() {}
+inline void barrier_arrive(uint32_t barrier) {
+    host::CopyBarrier& b = host::copy_barriers.at(barrier);
+    --b.pending;
+    b.check();
+}
+inline void barrier_wait(uint32_t barrier, uint32_t phase) {
+    while ((host::copy_barriers.at(barrier).phase & 1) == (phase & 1)) host::wait();
+}
+
+constexpr bool kCopyEngine = true;
+
+inline void copy_async(uint32_t to, const unsigned char* from, int bytes, uint32_t barrier) {
+    host::CopyBarrier& b = host::copy_barriers.at(barrier);
+    b.bytes += bytes;
+    --b.pending;
+    host::copies.push_back([=] {
+        memcpy(host::shared + to, from, bytes);
+        host::CopyBarrier& b = host::copy_barriers.at(barrier);
+        b.bytes -= bytes;
+        b.check();
+    });
+}
+
+inline void named_barrier_wait(int id, int threads) { host::meet(host::named[id], threads); }
+inline void named_barrier_arrive(int id, int threads) { host::meet(host::named[id], threads, false); }
+inline float exp2_approximate(float x) { return std::exp2(x); }
+inline float reciprocal_approximate(float x) { return __uint_as_float(__float_as_uint(1.0f / x) + 1); }  // one unit in the last place off
+
+inline void int8_product(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+    host::Warp& warp = host::warps[host::thread / 32];
+    const int lane = host::thread % 32, g = lane >> 2, q = lane & 3;
+    const uint32_t own[6] = {a0, a1, a2, a3, b0, b1};
+    memcpy(warp.words[lane], own, sizeof own);
+    host::meet_warp();
+    auto element = [&](int group, int word, int k) { return static_cast<int8_t>(warp.words[4 * group + (k & 15) / 4][word] >> 8 * (k & 3)); };
+    for (int i = 0; i < 4; ++i) {
+        c[i] = 0;
+        for (int k = 0; k < 32; ++k) c[i] += element(g, (i >> 1) + 2 * (k >> 4), k) * element(2 * q + (i & 1), 4 + (k >> 4), k);
+    }
+    host::meet_warp();
+}
+
+}  // namespace vq

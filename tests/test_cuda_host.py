@@ -1,0 +1,188 @@
+"""The CUDA kernels' own source, run on the CPU: threads as fibers (helpers/host_cuda), codes bit by bit, attention against fp64.
+
+What this can't show is what the GPU's own instructions do (ptx.cuh and the conversions); test_cuda_attention.py does, on a GPU.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from videoqat_kernels.cuda import attention, build, layout, library
+
+from videoqat.attention import reference
+from videoqat.attention.torch_backend import encode as plain_codes
+from videoqat.recipes import RECIPES, SEARCH_DIVISORS, AttentionRecipe
+
+HOST = Path(__file__).parent / "helpers" / "host_cuda"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs g++ for C++20")
+ATTN_QAT = RECIPES["attn_qat"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def host_library(tmp_path_factory):
+    """The library `host`, in the place of native and emulated."""
+    out = tmp_path_factory.mktemp("host") / "libvideoqat_host.so"
+    defines = ["-DVIDEOQAT_PRODUCT=Emulated", f"-DVIDEOQAT_SOURCES={build.source_digest()}"]
+    options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-include", "cuda_runtime.h", f"-I{HOST}", f"-I{build.FOLDER}"]
+    sources = [str(build.FOLDER / source) for source in build.SOURCES]
+    done = subprocess.run([COMPILER, *options, *defines, "-x", "c++", *sources, "-o", out], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "library_path", lambda product: out)
+        library.load.cache_clear()
+        yield
+    library.load.cache_clear()
+
+
+def normal(*shape, seed=0, dtype=torch.float16):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make(batch, num_queries, num_keys, heads, kv_heads, head_dim, dtype=torch.float16):
+    q, k, v = (
+        normal(batch, num_queries, heads, head_dim),
+        normal(batch, num_keys, kv_heads, head_dim, seed=1),
+        normal(batch, num_keys, kv_heads, head_dim, seed=2),
+    )
+    return q.to(dtype), (k + normal(head_dim, seed=3)).to(dtype), v.to(dtype)
+
+
+def relative_l2(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+
+
+def check(q, k, v, recipe=ATTN_QAT, scale=0.2, kv_len=None, causal=False):
+    got = attention.forward("host", q, k, v, kv_len, recipe, scale, causal)
+    out, lse, m, l_BHN = reference.forward(q, k, v, recipe, scale=scale, kv_len=kv_len, causal=causal)
+    seen = lse.isfinite()
+    assert torch.equal(got.lse.isfinite(), seen)
+    assert relative_l2(got.lse[seen], lse[seen]) < 1e-6
+    assert torch.equal(got.m.double(), m)
+    assert relative_l2(got.l, l_BHN) < 1e-5
+    assert not got.out.transpose(1, 2)[~seen].any()
+    assert relative_l2(got.out, out) <= (1e-3 if q.dtype == torch.float16 else 2e-3)
+    return got
+
+
+def difficult(tokens, channels, dtype):
+    """Magnitudes from 2^-14 to 2^9, zeros, subnormal scales, ties, NaN and infinities."""
+    x = normal(2, tokens, 2, channels, seed=tokens, dtype=torch.float32)
+    exponents = torch.randint(-14, 10, (2, tokens, 2, channels // 16), generator=torch.Generator().manual_seed(tokens))
+    x *= torch.exp2(exponents.float()).repeat_interleave(16, dim=3)
+    x[0, 1 % tokens] = 0
+    x[0, 2 % tokens, 0] = -1e-7
+    x[0, 4 % tokens, 0, :8] = torch.tensor([6, 0.25, 0.75, 1.25, -2.5, 3.5, 5, -0.0])
+    if tokens > 32:
+        x[0, 7, 0, 2], x[0, 20, 0, 3], x[-1, -1, -1, -1] = float("nan"), float("inf"), -float("inf")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("along_tokens", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "dtype", "divisors"),
+    [
+        (1, 64, torch.bfloat16, (6.0,)),
+        (77, 128, torch.bfloat16, SEARCH_DIVISORS),
+        (150, 64, torch.float16, (4.0, 6.0)),
+        (40, 128, torch.float16, (6.0,)),
+    ],
+)
+def test_codes_are_the_oracles(tokens, channels, dtype, divisors, along_tokens):
+    """With strides, and with garbage past the end. In NaN blocks codes mean nothing."""
+    view = torch.empty(2, 2, tokens, channels + 8, dtype=dtype)[..., :channels].transpose(1, 2).copy_(difficult(tokens, channels, dtype))
+    lengths = torch.tensor([tokens, tokens // 2])
+    view[1, tokens // 2 :] = float("nan")
+    codes, scales = attention.encode("host", view, lengths, along_tokens, divisors)
+    expected_codes, expected_scales = plain_codes(view, lengths, "nvfp4", along_tokens, divisors)
+    assert torch.equal(scales, expected_scales)
+    real = (expected_scales != 0x7F).repeat_interleave(8, dim=2 if along_tokens else 3)
+    assert torch.equal(codes[real], expected_codes[real])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_operand_of_q_is_the_oracles(head_dim):
+    q = normal(1, 70, 2, head_dim)
+    codes, scales = layout.unpack_q(attention.quantize_q("host", q, ATTN_QAT))
+    expected = plain_codes(q, None, "nvfp4", False, (6.0,))
+    assert torch.equal(codes[:, :, :70], expected[0])
+    assert torch.equal(scales[:, :, :70], expected[1])
+    assert not codes[:, :, 70:].any()
+
+
+LENGTHS = [(1, 1), (5, 9), (16, 16), (17, 33), (100, 77), (130, 129), (64, 300)]
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), LENGTHS)
+def test_lengths(num_queries, num_keys):
+    check(*make(1, num_queries, num_keys, 1, 1, 128 if num_queries % 2 else 64))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(causal):
+    """Groups of heads; what lies past kv_len is NaN; rows without a key in between. More blocks than processors, more tiles than slots."""
+    q, k, v = make(3, 140, 150, 2, 1, 64)
+    kv_len = [150, 0, 65]
+    for sample, length in enumerate(kv_len):
+        k[sample, length:] = float("nan")
+        v[sample, length:] = float("nan")
+    check(q, k, v, kv_len=torch.tensor(kv_len), causal=causal)
+
+
+def test_many_tiles():
+    """More than the ring has slots, and a maximum that rises."""
+    q, k, v = make(1, 20, 1300, 1, 1, 64, torch.bfloat16)
+    check(q, k * torch.linspace(0.1, 3, 1300)[:, None, None].bfloat16(), v)
+
+
+@pytest.mark.parametrize("level", [-80.0, 80.0])
+def test_logits_far_from_zero(level):
+    q, k, v = make(1, 40, 100, 1, 1, 64)
+    q[..., :16], k[..., :16] = 4.0, level / 8.0
+    check(q, k, v, scale=0.125)
+
+
+RECIPES_SERVED = {
+    "search": RECIPES["attn_qat_search"],
+    "paper": RECIPES["attn_qat_paper"],
+    "quantised_sum": AttentionRecipe("n", normalizer="quantised"),
+    "smooth": AttentionRecipe("b", smooth_q=True, smooth_k=True),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES_SERVED)
+def test_recipes(name):
+    q, k, v = make(1, 150, 200, 2, 1, 64)
+    q = q + torch.linspace(-2, 2, 150)[:, None, None].to(q.dtype)
+    check(q, k, v, RECIPES_SERVED[name], kv_len=torch.tensor([170]), causal=True)
+
+
+@pytest.mark.parametrize("normalizer", ["exact", "quantised"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_nan_is_seen(which, normalizer):
+    q, k, v = make(1, 20, 50, 1, 1, 64)
+    (q, k, v)[which][0, 13, 0, 5] = float("inf") if which == 1 else float("nan")
+    out = attention.forward("host", q, k, v, None, AttentionRecipe("x", normalizer=normalizer), 0.1, False).out
+    seen = [out[0, 13], out, out[..., 5]][which]
+    assert seen.isnan().all()
+    assert out.isnan().sum() == seen.numel()
+
+
+def test_from_codes_it_is_the_same():
+    q, k, v = make(1, 40, 60, 2, 1, 128)
+    kv_len = torch.tensor([50])
+    pairs = [attention.encode("host", x, n, x is v, (6.0,)) for x, n in ((q, None), (k, kv_len), (v, kv_len))]
+    codes = [x for pair in pairs for x in pair]
+    expected = attention.forward("host", q, k, v, kv_len, ATTN_QAT, 0.1, False)
+    for got in (
+        attention.forward_coded("host", codes, None, kv_len, 128, q.dtype, ATTN_QAT, 0.1),
+        attention.forward_coded("host", codes[:4], v, kv_len, 128, q.dtype, ATTN_QAT, 0.1),
+    ):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_failed_launch_is_told():
+    with pytest.raises(library.LibraryError, match=r"videoqat_quantize_q \(host\): invalid"):
+        attention.quantize_q("host", normal(1, 5, 1, 80), ATTN_QAT)
