@@ -23,7 +23,7 @@ from videoqat.config import ExampleModelConfig, GenerateConfig, ParallelConfig, 
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.models.cogvideox import FAMILY, CogVideoXProcessor
-from videoqat.models.install import install, observe, shard_sequence, uninstall
+from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
 from videoqat.models.spec import family_of, family_of_transformer
 from videoqat.models.tiny import build_pipeline, cogvideox_transformer
 from videoqat.parallel.mesh import open_mesh
@@ -312,6 +312,19 @@ def test_engine_renders_bitwise_the_stock_videos_under_bf16(scheduler: Any, dyna
         quantised = engine.generate("a coat moves down", 3, sampling, "attn_qat")
         assert not np.array_equal(quantised.frames, ours.frames)
         assert {receipt["recipe"] for receipt in quantised.receipts} == {"attn_qat"}
+
+
+def test_projections_fused_later_do_not_drop_the_recipe(tiny: Path) -> None:
+    """diffusers then puts its own processors into every layer."""
+    engine = Engine(tiny, RuntimeConfig(device="cpu"))
+    sampling = SamplingConfig(num_frames=9, height=32, width=32, num_inference_steps=2)
+    before = engine.generate("a bag", 0, sampling, "attn_qat")
+    with torch.no_grad():
+        engine.pipeline.fuse_qkv_projections()
+    assert installed_recipe(engine.transformers["transformer"]) is None
+    after = engine.generate("a bag", 0, sampling, "attn_qat")
+    assert [(r["recipe"], r["calls"]) for r in after.receipts] == [(r["recipe"], r["calls"]) for r in before.receipts] == [("attn_qat", 4)]
+    assert np.abs(after.frames.astype(int) - before.frames).mean() < 1  # one product instead of three: other last bits
 
 
 def test_16_bits_leave_the_vae_in_float32(tiny: Path) -> None:

@@ -95,9 +95,11 @@ def _put_back(transformer: nn.Module) -> None:
 
 
 def installed_recipe(transformer: nn.Module) -> AttentionRecipe | None:
-    """The recipe that `install` put in, or None."""
-    installed = getattr(transformer, "_videoqat_installed", None)
-    return None if installed is None else installed.recipe
+    """The recipe that `install` put in, or None; also where a processor has been exchanged since, as CogVideoX's fuse_qkv_projections() does."""
+    installed: _Installed | None = getattr(transformer, "_videoqat_installed", None)
+    if installed is None or any(getattr(layer.module.processor, "layer", None) != layer.name for layer in installed.layers):
+        return None
+    return installed.recipe
 
 
 def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: ModelFamily | None = None) -> None:
