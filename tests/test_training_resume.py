@@ -24,6 +24,7 @@ SETTINGS: dict[str, Any] = {
     "train__global_batch_size": 4,
     "train__save_every": 1,
     "train__keep_last": 9,
+    "train__profile_every": 0,
 }
 
 
