@@ -176,6 +176,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_tiny_pipeline_is_a_function_of_its_configuration(tiny: Path, tmp_path: Path) -> None:
+    before = torch.get_rng_state()
+    for seed in (0, 1):
+        build_pipeline(ExampleModelConfig(out=str(tmp_path / str(seed)), family="cogvideox", num_layers=2, head_dim=32, seed=seed))
+    assert torch.equal(before, torch.get_rng_state())
+    files = {path.relative_to(tiny): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
+    assert {name: (tmp_path / "0" / name).read_bytes() for name in files} == files
+    changed = {str(name) for name, content in files.items() if (tmp_path / "1" / name).read_bytes() != content}
+    assert changed == {"transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"}
+
+
 def edited(tiny: Path, out: Path, file: str, **changes: Any) -> Path:
     """A copy without weights, one of its JSON files changed."""
     folder = Path(shutil.copytree(tiny, out, ignore=shutil.ignore_patterns("*.safetensors")))
@@ -341,7 +352,9 @@ def test_a_prompt_that_is_cut_is_told(tiny: Path) -> None:
     sampling = SamplingConfig(num_frames=1, height=16, width=16, num_inference_steps=1)
     fits, cut = ("a bag" + " a bag" * count for count in (11, 12))
     assert engine.generate(fits, 0, sampling, "bf16").warnings == []
-    told = [engine.generate(cut, 0, sampling, "bf16"), engine.generate(fits, 0, replace(sampling, negative_prompt=cut), "bf16")]
+    against = replace(sampling, negative_prompt=cut)
+    assert engine.generate(fits, 0, replace(against, guidance_scale=1.0), "bf16").warnings == []  # without guidance it is not used
+    told = [engine.generate(cut, 0, sampling, "bf16"), engine.generate(fits, 0, against, "bf16")]
     for result, name in zip(told, ("prompt", "negative prompt"), strict=True):
         assert result.warnings == [f"the {name} has 27 tokens, of which the model sees the first 26: {cut!r}"]
 
@@ -384,6 +397,8 @@ def test_configuration_that_does_not_fit(tiny: Path, tmp_path: Path) -> None:
         FAMILY.components(none)
     with pytest.raises(CheckpointError, match=r"has no 'transformer_2'; it has: transformer$"):
         FAMILY.geometry(tiny, "transformer_2")
+    with pytest.raises(ConfigError, match="two_transformers=True is not legal; legal: false with family=cogvideox"):
+        build_pipeline(ExampleModelConfig(out=str(tmp_path / "pair"), family="cogvideox", two_transformers=True))
 
 
 def test_sampling_that_is_not_for_this_model(tiny: Path, tiny_pipeline: Path) -> None:

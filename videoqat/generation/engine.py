@@ -247,7 +247,8 @@ class Engine:
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
         if text_1LD is None:
-            warnings += self._cut_texts({"prompt": prompt, "negative prompt": sampling.negative_prompt}, num_text_tokens)
+            negative = {"negative prompt": sampling.negative_prompt} if sampling.guidance_scale > 1 else {}
+            warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
         for warning in warnings:
             self._warn(warning)
         self.install(chosen)

@@ -85,7 +85,7 @@ class CogVideoXProcessor:
     def _rotate(self, x_BNHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         from diffusers.models.embeddings import apply_rotary_emb
 
-        if tables[0].dtype != torch.float32:  # 16-bit angles, such as a blanket cast of a block's inputs makes, are wrong by up to half a per cent
+        if tables[0].dtype != torch.float32:  # a blanket cast of a block's inputs would round cosines and sines to bf16, by up to 0.2 %
             raise AttentionError(f"{self.layer}: rotary tables must be float32, got {tables[0].dtype}")
         rotated: Tensor = apply_rotary_emb(x_BNHD, tables, sequence_dim=1)  # type: ignore[assignment]
         return rotated
