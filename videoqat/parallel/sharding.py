@@ -69,7 +69,7 @@ def shard(transformer: nn.Module, blocks: list[nn.Module], mesh: Mesh, dtype: to
     # Freeing weights that nobody else has would only mean casting them once more.
     free = mesh.layout.dp_shard * mesh.layout.sp > 1
     for module in (*_outer_modules(transformer, set(blocks)), *blocks):
-        taken = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
+        taken: set[nn.Parameter] = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
         if taken != set(module.parameters()):
             fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=free, ignored_params=taken)
     if free:
@@ -112,10 +112,8 @@ def materialise_from(folder: Path, transformer: nn.Module, mesh: Mesh) -> None:
     """
     from safetensors import safe_open
 
-    files = {}
     handles = [safe_open(path, framework="pt") for path in sorted(folder.glob("diffusion_pytorch_model*.safetensors"))]
-    for handle in handles:
-        files |= dict.fromkeys(handle.keys(), handle)
+    files = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
 
     def read(name: str, parameter: DTensor, rows: slice) -> Tensor:
         if rows.start == rows.stop:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from videoqat.models.spec import check_weights
 from videoqat.parallel.mesh import Mesh
@@ -29,7 +28,7 @@ class FsdpEngine:
         self.transformer, blocks, self.layers = prepare(job, mesh)
         if not config.from_scratch:
             shapes = {key: value.shape for key, value in self.transformer.state_dict().items()}
-            check_weights(folder / component, shapes, tuple(self.transformer._keys_to_ignore_on_load_unexpected or ()))
+            check_weights(folder / component, shapes, tuple(getattr(self.transformer, "_keys_to_ignore_on_load_unexpected", None) or ()))
         shard(self.transformer, blocks, mesh, dtype)
         if config.from_scratch:
 
@@ -40,7 +39,7 @@ class FsdpEngine:
         else:
             materialise_from(folder / component, self.transformer, mesh)
         # The sharded ones: between a forward and its backward the modules hold gathered weights instead.
-        self.parameters: dict[str, DTensor] = dict(self.transformer.named_parameters())  # type: ignore[arg-type]
+        self.parameters = dict(self.transformer.named_parameters())
         self.optimizer = make_optimizer(config.optimizer, [p for p in self.parameters.values() if p.requires_grad])
         self.clip_norm = config.optimizer.clip_norm
         self.ema = Ema(self.parameters, config.optimizer.ema_decay) if config.optimizer.ema_decay else None
