@@ -184,3 +184,29 @@ def test_offloading_from_compiled_blocks_is_refused() -> None:
     config = LoopConfig(activation_checkpointing="full", offload_block_inputs=True, compile=True)
     with pytest.raises(ConfigError, match=r"^train.offload_block_inputs=True is not legal; legal: false with train.compile=true"):
         config.validate()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["attn_qat", "bf16"])
+def test_on_a_gpu_the_inputs_go_to_pinned_memory_and_come_back_in_time(wan: Path, recipe: str) -> None:
+    """9,216 tokens, so that copies take longer than it takes to launch what follows. Again and again: a copy that is late shows now and then."""
+    family, device = family_of(wan), torch.device("cuda")
+    x_BCFHW = torch.randn(1, family.geometry(wan).in_channels, 9, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
+    t_B, text_BLD = torch.tensor([0.4], device=device), torch.randn(1, 7, family.geometry(wan).text_dim, device=device)
+    norms, held = {}, {}
+    for mode, offload in [("full", False), *MODES]:
+        transformer = checkpointed(wan, recipe, mode, offload).to(device, torch.bfloat16)
+        for _ in range(5):
+            transformer.zero_grad()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            loss = family.forward(transformer, x_BCFHW, t_B, text_BLD).float().square().mean()
+            torch.cuda.synchronize()
+            held[mode, offload] = torch.cuda.memory_allocated() - before
+            loss.backward()
+            gradient = torch.cat([p.grad.float().flatten() for p in transformer.parameters() if p.grad is not None])
+            expected = norms.setdefault(mode, gradient)
+            assert (gradient - expected).norm() < 1e-2 * expected.norm()  # sums in another order differ in bf16
+    input_bytes = 9 * 32 * 32 * 32 * 2
+    for mode in ("full", "keep_attention"):
+        assert held[mode, False] - held[mode, True] >= (NUM_LAYERS - 1) * input_bytes

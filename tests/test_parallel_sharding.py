@@ -86,13 +86,15 @@ def test_bf16_computes_in_bf16_except_what_diffusers_keeps_in_fp32(wan: Path) ->
     assert seen["time[1]"] == seen["block[0]"] == seen["block[1]"] == torch.bfloat16
 
 
-class Gathers(TorchDispatchMode):
-    """Counts the all-gathers of tensors."""
+class Count(TorchDispatchMode):
+    """Counts the calls of an operator."""
 
-    count = 0
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.count = name, 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += operator.name() == "c10d::_allgather_base_"
+        self.count += operator.name() == self.name
         return operator(*args, **(kwargs or {}))
 
 
@@ -136,7 +138,7 @@ def shares(folder: Path) -> dict[str, Any]:
         engine = make_engine(job, mesh)
         blocks = job.family.blocks(engine.transformer)
         local = {name: p.to_local().clone() for name, p in engine.transformer.named_parameters()}  # type: ignore[attr-defined]
-        with Gathers() as gathers:
+        with Count("c10d::_allgather_base_") as gathers:
             loss = loss_of(job.family, engine.transformer, folder, [0]).mean()
             in_forward = gathers.count
             engine.backward(loss, last=True)
@@ -167,6 +169,26 @@ def test_each_rank_reads_its_own_rows_and_gathers_block_by_block(wan: Path) -> N
         assert rank["prefetch in order"]
         # Root, patch embedding, condition embedder, 3 blocks, projection; the root stays gathered for the backward, the others come again.
         assert rank["gathers"] == (7, 13)
+
+
+def reductions(folder: Path) -> list[int]:
+    """Sums over two replicas in each of three micro-batches."""
+    with open_mesh(ParallelConfig(dp_replicate=2), CPU) as mesh:
+        job = tiny_job(folder)
+        engine = make_engine(job, mesh)
+        counts = []
+        for last in (False, False, True):
+            loss = loss_of(job.family, engine.transformer, folder, [0]).mean()
+            with Count("c10d::allreduce_") as sums:
+                engine.backward(loss, last=last)
+            counts.append(sums.count)
+        del engine, loss
+    return counts
+
+
+@pytest.mark.dist
+def test_replicas_are_summed_once_a_step(wan: Path) -> None:
+    assert run_ranks(reductions, 2, wan) == [[0, 0, 7]] * 2  # once for each group
 
 
 def scratch(folder: Path, layout: tuple[int, int, int]) -> tuple[dict[str, torch.Tensor], int]:
