@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from helpers.ranks import run_ranks
-from helpers.sequence import assert_close, draw, summed, ulysses_ranks, with_gradients
+from helpers.sequence import assert_close, draw, sequence_ranks, summed, ulysses_ranks, with_gradients
 from torch.utils.checkpoint import checkpoint
 
 from videoqat.attention import attention, record_receipts
@@ -16,7 +16,7 @@ from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.models.install import install, observe, shard_sequence, uninstall
 from videoqat.models.wan import FAMILY
 from videoqat.parallel.exchange import all_to_all
-from videoqat.parallel.ulysses import attend, attend_joint
+from videoqat.parallel.ulysses import Ulysses, attend, attend_joint
 from videoqat.recipes import RECIPES, AttentionRecipe
 
 pytestmark = pytest.mark.dist
@@ -260,8 +260,10 @@ def test_what_cannot_be_divided_is_refused():
 
 def as_an_operator() -> None:
     """torch.compile in one graph, checkpointing, opcheck, every dtype that travels."""
-    for wire in ("bf16", "packed"):
-        with ulysses_ranks(2, wire, num_tokens=37) as ulysses:
+    with sequence_ranks(2) as group:
+        for wire in ("bf16", "packed"):
+            ulysses = Ulysses(group, wire)
+            ulysses.num_tokens = 37
             leaves = [ulysses.shard(x, 1) for x in draw(*[(2, 37, 4, 32)] * 3)]
             text = draw(*[(2, 5, 4, 32)] * 3, seed=1)
             grads = draw((2, ulysses.part_size, 4, 32), (2, 5, 4, 32), seed=2)

@@ -15,11 +15,18 @@ TOLERANCE = 5e-6  # relative, fp32: sums in another order
 
 
 @contextlib.contextmanager
-def ulysses_ranks(degree: int, wire: str, num_tokens: int = 0) -> Iterator[Ulysses]:
-    """All ranks of this run as one sequence-parallel group."""
+def sequence_ranks(degree: int) -> Iterator[dist.ProcessGroup]:
+    """All ranks of this run as one sequence-parallel group. Once a process: a second set of groups would find the first one's traces in the store."""
     with open_mesh(ParallelConfig(sp=degree), torch.device("cpu")) as mesh:
         assert mesh.sp_group is not None
-        ulysses = Ulysses(mesh.sp_group, wire)
+        yield mesh.sp_group
+
+
+@contextlib.contextmanager
+def ulysses_ranks(degree: int, wire: str, num_tokens: int = 0) -> Iterator[Ulysses]:
+    """`sequence_ranks` as `Ulysses`."""
+    with sequence_ranks(degree) as group:
+        ulysses = Ulysses(group, wire)
         ulysses.num_tokens = num_tokens
         yield ulysses
 

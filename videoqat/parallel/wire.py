@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from videoqat.attention import backends
 from videoqat.attention.coded import attention_forward_coded, code_shapes, encode
-from videoqat.attention.functional import _kernel, attention_backward, check_tensors
+from videoqat.attention.functional import attention_backward, check_tensors
 from videoqat.formats import FORMATS
 from videoqat.parallel.exchange import all_to_all
 from videoqat.recipes import AttentionRecipe
@@ -94,7 +95,8 @@ class _AttendPacked(torch.autograd.Function):
         scale = D**-0.5
         out, _, m, l_BhN, kept = attention_forward_coded(codes, v_BNhD, kv_len, D, q_BnHD.dtype, recipe.as_json, scale, kernel, training)
         if training:
-            _, _, keeps_v, keeps_out = _kernel(recipe.as_json, q_BnHD, kernel, training).keeps(recipe)
+            module: Any = backends.KERNELS[backends.resolve(recipe, q_BnHD.device, q_BnHD.dtype, D, kernel, training).kernel]
+            _, _, keeps_v, keeps_out = module.keeps(recipe)
             ctx.save_for_backward(v_BNhD if keeps_v else None, out if keeps_out else None, m, l_BhN, kv_len, *codes, *kept)
             ctx.sizes = num_tokens, num_text, text_first, codes[2].shape[1]
             ctx.choice, ctx.ulysses = (recipe.as_json, scale, False, kernel), ulysses
