@@ -2,7 +2,9 @@
 
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from videoqat import cli
 from videoqat.config import ParallelConfig
 from videoqat.console import is_rank_zero
 from videoqat.errors import ConfigError, UserError, WorkerLost
+from videoqat.parallel import watch
 from videoqat.parallel.mesh import Layout, collective_errors, local_device, open_mesh, resolve_layout, world_size_from_launcher
 
 CPU = torch.device("cpu")
@@ -178,9 +181,44 @@ def test_a_lost_rank_ends_the_others_with_the_reason(how: str) -> None:
     assert survivor.exit_code == 1
     assert "WorkerLost: step 3: another process ended or stopped answering (" in survivor.error
     assert "the same command, started again, continues from the last checkpoint" in survivor.error
-    assert {"killed": lost.exit_code == -signal.SIGKILL, "failed": "can't be read" in lost.error, "silent": lost.result == "slept"}[how]
+    assert lost.exit_code == {"killed": -signal.SIGKILL, "failed": 1, "silent": 0}[how]
+    assert {"killed": not lost.error, "failed": "can't be read" in lost.error, "silent": lost.result == "slept"}[how]
     assert ("(Timed out waiting 3000ms" if how == "silent" else "by peer") in survivor.error  # closed or reset, as it comes
     assert survivor.ended_at <= lost.ended_at or how != "silent"
+
+
+def _wait_where_nothing_is_heard(said: Path) -> str:
+    """Waits as one does for a GPU: outside of gloo, for ever."""
+    watch.GRACE_S = 1.0
+    os.dup2(os.open(said / os.environ["RANK"], os.O_CREAT | os.O_WRONLY), 2)
+    with open_mesh(ParallelConfig(), CPU) as mesh:
+        mesh.barrier()
+        if mesh.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+    return ""
+
+
+@pytest.mark.dist
+def test_a_dead_rank_is_noticed_by_one_that_waits_elsewhere(tmp_path: Path) -> None:
+    ended = outcomes(_wait_where_nothing_is_heard, 3, tmp_path, timeout=100)
+    assert [outcome.exit_code for outcome in ended] == [1, -signal.SIGKILL, 1]
+    assert "videoqat [rank 0]: rank 1 has ended, and this process, which waits for it, ends, too." in (tmp_path / "0").read_text()
+    assert "videoqat [rank 2]: rank 0 has ended" in (tmp_path / "2").read_text()
+
+
+def _end_by(error: str) -> str:
+    with open_mesh(ParallelConfig(), CPU) as mesh:
+        mesh.barrier()
+        if mesh.rank == 1:
+            time.sleep(2)  # rank 0 is gone by then
+        raise UserError(error)
+
+
+@pytest.mark.dist
+def test_ranks_that_end_by_the_same_error_each_say_it() -> None:
+    for outcome in outcomes(_end_by, 2, "all alike"):
+        assert "UserError: all alike" in outcome.error
 
 
 def _stay_away() -> str:

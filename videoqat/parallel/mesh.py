@@ -10,7 +10,6 @@ One process outside torchrun gets a group of one over a store in memory: one cod
 """
 
 import gc
-import importlib
 import math
 import os
 import re
@@ -29,6 +28,8 @@ from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_tim
 
 from videoqat.config import ParallelConfig
 from videoqat.errors import ConfigError, UserError, WorkerLost
+from videoqat.parallel import zero
+from videoqat.parallel.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -184,11 +185,7 @@ class Mesh:
 
 def _start_group(config: ParallelConfig, device: torch.device, world_size: int) -> None:
     if config.engine == "deepspeed":
-        try:
-            # Before the group exists: imported after, processes now and then abort at exit (its libraries race with gloo's threads).
-            importlib.import_module("deepspeed")
-        except ImportError as error:
-            raise ConfigError(f"parallel.engine=deepspeed needs the package deepspeed (pip install 'videoqat[deepspeed]'): {error}") from error
+        zero.load(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.start_timeout_s)
     if world_size > 1:
@@ -237,18 +234,23 @@ def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | 
         torch.cuda.set_device(device)
     with collective_errors("meeting the other processes"):
         _start_group(config, device, layout.world_size)
-    clean = False
+    clean, watch = False, None
     try:
         with collective_errors("meeting the other processes"):
             mesh = _build(config, layout, device)
             mesh._set_timeout(config.start_timeout_s)
+            watch = Watch(dist.new_group(backend="gloo"), mesh.rank, mesh.world_size)
+        watch.start()
         yield mesh
+        watch.close(clean=True)
         clean = True
     finally:
         gc.collect()  # models that still hold meshes must not outlive the groups
         if clean:
             dist.destroy_process_group()
         else:
+            if watch is not None:
+                watch.close(clean=False)
             _abort_process_group()  # after an error a peer may be gone or stuck elsewhere: waiting for it would hang
 
 
