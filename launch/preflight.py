@@ -273,7 +273,7 @@ def check_disk(ranks: Ranks, config: TrainConfig) -> Report:
     needed, free = size * max(1, config.train.keep_last + 1 - there), shutil.disk_usage(config.out).free
     if free >= needed:
         return []
-    rest = f"{free / 2**30:.1f} GiB are free, and {needed / 2**30:.1f} are needed for checkpoints of {size / 2**30:.1f} GiB"
+    rest = f"{free / 2**30:.3g} GiB are free, and {needed / 2**30:.3g} are needed for checkpoints of {size / 2**30:.3g} GiB"
     return [f"out={config.out!r}: {rest} (train.keep_last={config.train.keep_last} and one being written); make room or choose another out"]
 
 
@@ -357,8 +357,8 @@ def main(arguments: list[str]) -> int:
     if arguments in (["-h"], ["--help"]):
         print(__doc__)
         return 0
-    ranks = join()
     try:
+        ranks = join()
         well = run(ranks, arguments)
     except Unanswered as error:
         print(f"FAIL  {error}", flush=True)
