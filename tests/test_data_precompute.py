@@ -207,7 +207,7 @@ def test_no_usable_clip_is_an_error_with_counts(config: PreprocessConfig, source
     for path in source.glob("*.mp4"):
         path.write_text("broken")
     (source / "3.txt").unlink()
-    with pytest.raises(DataError, match=r"no usable clip: 3 cannot decode, 1 no caption; the first: 3\.mp4"):
+    with pytest.raises(DataError, match=r"no usable clip: 3 cannot decode, 1 no caption; the first: 0\.mp4"):
         preprocess(config)
     assert (Path(config.out) / "index.json").read_bytes() == before
     assert len(CachedVideos(config.out)) == 4  # what was there still can be used

@@ -7,6 +7,9 @@ stopped; touching a file changes nothing. Until the new index is in place, the o
 
 Clips are hashed and decoded in `workers` threads (decoders let go of Python's lock); the encoders run in the main thread, one clip at a time,
 so that a sample doesn't depend on its neighbours. At most workers + 1 decoded clips wait at any time.
+
+Under torchrun each process takes every world-size-th clip, with an encoder on its own device, and writes shards of its own. When all are done, the
+first one writes index and report. A sample is the same whoever made it, so the number of processes may change from one run to the next.
 """
 
 import collections
@@ -26,7 +29,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from videoqat.config import PreprocessConfig, parse_bucket, to_dict
+from videoqat.config import ParallelConfig, PreprocessConfig, parse_bucket, to_dict
 from videoqat.console import progress, say
 from videoqat.data.clips import SUFFIXES, ClipEntry, ClipProblem, decode_to_bucket, find_clips, reason
 from videoqat.data.dataset import INDEX, INDEX_FORMAT
@@ -34,8 +37,10 @@ from videoqat.data.shards import ShardStore, all_finite
 from videoqat.errors import CheckpointError, DataError, UserError
 from videoqat.files import writable_folder, write_json
 from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
+from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance
 
+LONGEST_WAIT_S = 7 * 24 * 3600
 MARK = ".videoqat-cache"  # says that the folder is ours to change, and is what its lock hangs on
 
 T = TypeVar("T")
@@ -143,98 +148,147 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
 
 
 def preprocess(config: PreprocessConfig) -> dict[str, Any]:
-    """Makes the folder `config.out` the cache of `config.source`, reusing what is there and still right.
+    """Makes the folder `config.out` the cache of `config.source`, reusing what is there and still right. Under torchrun all processes share the work.
 
     Returns {"out", "samples", "encoded" (made now), "reused", "skipped": {reason: count}, "buckets": {name: {"samples", "tokens", "latent_shape"}}}.
 
     Raises:
         UserError: settings that can't be used, a model folder that can't be loaded, no usable clip at all (counts by reason), an `out` that holds
             something else, or another process at work in it.
+        WorkerLost: under torchrun, another process ended; what was written stays, and the same command goes on from there.
     """
     config.validate()
     family, geometry, buckets = _checked_geometry(config)
-    max_text_tokens = family.text_tokens(config.model.path, config.max_text_tokens)
     device, dtype = config.runtime.resolve()
     out = Path(config.out)
     _check_out(out)
     entries = find_clips(config.source)
-    skipped = [entry for entry in entries if entry.problem]
-    usable = [entry for entry in entries if not entry.problem]
-    if not usable:
-        raise _nothing_usable(config.source, skipped)
-    writable_folder("out", out)
-    with _locked(out):
-        settings: dict[str, Any] = {
-            "family": family.name,
-            "buckets": list(buckets),
-            "fps": config.fps,
-            "max_text_tokens": max_text_tokens,
-            "dtype": str(dtype).removeprefix("torch."),
-            "encoder_fingerprint": encoder_fingerprint(config.model.path),
-            "format": INDEX_FORMAT,
-        }
-        settings["settings_key"] = _digest(settings)
-        store = ShardStore(out, config.shard_samples)
-        encode = _Encoder(config.model.path, max_text_tokens, family, geometry, device, dtype)
-        samples, encoded = [], 0
+    if all(entry.problem for entry in entries):
+        raise _nothing_usable(config.source, entries)
+    settings: dict[str, Any] = {
+        "family": family.name,
+        "buckets": list(buckets),
+        "fps": config.fps,
+        "max_text_tokens": family.text_tokens(config.model.path, config.max_text_tokens),
+        "dtype": str(dtype).removeprefix("torch."),
+        "encoder_fingerprint": encoder_fingerprint(config.model.path),
+        "format": INDEX_FORMAT,
+    }
+    settings["settings_key"] = _digest(settings)
+    # A process with long clips may come hours after the others; one that ends is noticed at once.
+    with open_mesh(ParallelConfig(start_timeout_s=LONGEST_WAIT_S), device) as mesh, collective_errors("preprocess"), _sole_user(out, mesh):
+        mesh.agree({"settings": settings, "clips": [(entry.id, entry.caption) for entry in entries]})
+        encode = _Encoder(config.model.path, settings["max_text_tokens"], family, geometry, mesh.device, dtype)
+        mine = _make_samples(config, buckets, settings["settings_key"], entries, encode, mesh)
+        parts = mesh.gather_objects(mine)
+        result = _merge(config, geometry, buckets, settings, entries, parts) if mesh.rank == 0 else None
+        merged: dict[str, Any] = mesh.gather_objects(result)[0]
+    if isinstance(merged["error"], UserError):
+        raise merged["error"]
+    return merged["result"]  # type: ignore[no-any-return]
 
-        null_key = _digest([settings["settings_key"], "null text"])
-        if null_key not in store.shard_of:
-            store.add(null_key, "", {"text": encode.text("")})
-            store.flush()
 
-        prepare = functools.partial(_prepare, config=config, buckets=buckets, settings_key=settings["settings_key"], store=store)
-        with progress(total=len(usable), desc="encoding clips", unit="clip") as bar:
-            for prepared in _map_in_order(prepare, usable, config.workers):
-                bar.update()
-                problem = prepared.problem
-                if not problem and prepared.key not in store.bucket_of:
-                    assert prepared.frames is not None
-                    tensors = {"latents": encode.video(prepared.frames), "text": encode.text(prepared.entry.caption)}
-                    if all_finite(tensors):
-                        store.add(prepared.key, prepared.bucket, tensors)
-                        encoded += 1
-                    else:
-                        problem = f"not finite: the encoders gave NaN or inf in {settings['dtype']}"
-                if problem:
-                    skipped.append(dataclasses.replace(prepared.entry, problem=problem))
-                else:
-                    samples.append((prepared.entry, prepared.key))
+@dataclass
+class _Made:
+    """What one process made of its share of the clips, by their place in the list of all."""
+
+    keys: dict[int, str]
+    problems: dict[int, str]
+    encoded: int
+    cut_captions: set[str]
+
+
+def _make_samples(
+    config: PreprocessConfig, buckets: dict[str, tuple[int, int, int]], settings_key: str, entries: list[ClipEntry], encode: "_Encoder", mesh: Mesh
+) -> _Made:
+    """Encodes this process's share, every world-size-th of the usable clips, into shards of its own."""
+    if mesh.rank == 0:
+        ShardStore.clean(Path(config.out))
+    mesh.barrier()
+    store = ShardStore(Path(config.out), config.shard_samples)
+    made = _Made({}, {}, 0, encode.cut_captions)
+    null_key = _null_key(settings_key)
+    if mesh.rank == 0 and null_key not in store.shard_of:
+        store.add(null_key, "", {"text": encode.text("")})
         store.flush()
-        _write_report(out, config, entries, skipped, str(device))
-        if not samples:
-            raise _nothing_usable(config.source, skipped)
-        described = _describe_buckets(geometry, buckets)
-        in_bucket = Counter(store.bucket_of[key] for _, key in samples)
-        index: dict[str, Any] = {
-            "format": INDEX_FORMAT,
-            "settings": settings | {"model": config.model.path, "source": config.source},
-            "geometry": dataclasses.asdict(geometry),
-            "buckets": {name: {"samples": in_bucket[name], **about} for name, about in described.items()},
-            "null_text": {"key": null_key, "shard": store.shard_of[null_key]},
-            "shards": store.sizes({null_key, *(key for _, key in samples)}),
-            "samples": [
-                {
-                    "id": entry.id,
-                    "bucket": store.bucket_of[key],
-                    "caption": entry.caption,
-                    "source": str(entry.path),
-                    "key": key,
-                    "shard": store.shard_of[key],
-                }
-                for entry, key in samples
-            ],
-            "provenance": provenance(str(device)),
-        }
-        write_json(out / INDEX, index)
-        store.drop_others(index["shards"])
+    share = [place for place, entry in enumerate(entries) if not entry.problem][mesh.rank :: mesh.world_size]
+    prepare = functools.partial(_prepare, config=config, buckets=buckets, settings_key=settings_key, store=store)
+    shared = f" (1 of {mesh.world_size} shares)" if mesh.world_size > 1 else ""
+    with progress(total=len(share), desc=f"encoding clips{shared}", unit="clip") as bar:
+        for place, prepared in zip(share, _map_in_order(prepare, [entries[place] for place in share], config.workers), strict=True):
+            bar.update()
+            problem = prepared.problem
+            if not problem and prepared.key not in store.bucket_of:
+                assert prepared.frames is not None
+                tensors = {"latents": encode.video(prepared.frames), "text": encode.text(prepared.entry.caption)}
+                if all_finite(tensors):
+                    store.add(prepared.key, prepared.bucket, tensors)
+                    made.encoded += 1
+                else:
+                    problem = f"not finite: the encoders gave NaN or inf in {str(encode.dtype).removeprefix('torch.')}"
+            if problem:
+                made.problems[place] = problem
+            else:
+                made.keys[place] = prepared.key
+    store.flush()
+    return made
+
+
+def _merge(
+    config: PreprocessConfig,
+    geometry: Geometry,
+    buckets: dict[str, tuple[int, int, int]],
+    settings: dict[str, Any],
+    entries: list[ClipEntry],
+    parts: list[_Made],
+) -> dict[str, Any]:
+    """Report and index of what all processes made; {"result", "error"}, one of them None, since an error has to reach every process."""
+    out, device = Path(config.out), str(config.runtime.resolve()[0])
+    store = ShardStore(out, config.shard_samples)
+    keys, problems = ({place: value for part in parts for place, value in getattr(part, kind).items()} for kind in ("keys", "problems"))
+    samples = [(entries[place], keys[place]) for place in sorted(keys)]
+    found = [dataclasses.replace(entry, problem=problems.get(place, entry.problem)) for place, entry in enumerate(entries)]
+    skipped = [entry for entry in found if entry.problem]
+    _write_report(out, config, entries, skipped, device)
+    if not samples:
+        return {"result": None, "error": _nothing_usable(config.source, skipped)}
+    null_key = _null_key(settings["settings_key"])
+    in_bucket = Counter(store.bucket_of[key] for _, key in samples)
+    index: dict[str, Any] = {
+        "format": INDEX_FORMAT,
+        "settings": settings | {"model": config.model.path, "source": config.source},
+        "geometry": dataclasses.asdict(geometry),
+        "buckets": {name: {"samples": in_bucket[name], **about} for name, about in _describe_buckets(geometry, buckets).items()},
+        "null_text": {"key": null_key, "shard": store.shard_of[null_key]},
+        "shards": store.sizes({null_key, *(key for _, key in samples)}),
+        "samples": [
+            {
+                "id": entry.id,
+                "bucket": store.bucket_of[key],
+                "caption": entry.caption,
+                "source": str(entry.path),
+                "key": key,
+                "shard": store.shard_of[key],
+            }
+            for entry, key in samples
+        ],
+        "provenance": provenance(device),
+    }
+    write_json(out / INDEX, index)
+    store.drop_others(index["shards"])
+    encoded = sum(part.encoded for part in parts)
     counts = _counts(entry.problem or "" for entry in skipped)
-    result = {"out": str(out), "samples": len(samples), "encoded": encoded, "reused": len(samples) - encoded, "skipped": counts}
     said = f"{out}: {len(samples)} samples ({encoded} encoded now)"
     say(f"{said}, {len(skipped)} skipped: {_phrase(counts)}; see {out / 'report.json'}" if skipped else f"{said}, none skipped")
-    if encode.cut_captions:
-        say(f"{len(encode.cut_captions)} captions are longer than max_text_tokens={max_text_tokens} and were cut")
-    return result | {"buckets": index["buckets"]}
+    cut_captions = set().union(*(part.cut_captions for part in parts))
+    if cut_captions:
+        say(f"{len(cut_captions)} captions are longer than max_text_tokens={settings['max_text_tokens']} and were cut")
+    result = {"out": str(out), "samples": len(samples), "encoded": encoded, "reused": len(samples) - encoded, "skipped": counts}
+    return {"result": result | {"buckets": index["buckets"]}, "error": None}
+
+
+def _null_key(settings_key: str) -> str:
+    return _digest([settings_key, "null text"])
 
 
 def _check_out(out: Path) -> None:
@@ -248,13 +302,21 @@ def _check_out(out: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[None]:
-    """Keeps other processes out of the folder; the lock goes with the process, however it ends."""
-    with open(out / MARK, "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(f"out={str(out)!r}: another preprocess is at work in this folder") from error
+def _sole_user(out: Path, mesh: Mesh) -> Iterator[None]:
+    """Makes the folder and keeps other commands out of it, however many processes of this one there are. The lock goes with the process."""
+    with contextlib.ExitStack() as stack:
+        problem = None
+        if mesh.rank == 0:
+            try:
+                handle = stack.enter_context(open(writable_folder("out", out) / MARK, "w"))
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except UserError as error:
+                problem = error
+            except OSError:
+                problem = UserError(f"out={str(out)!r}: another preprocess is at work in this folder")
+        problem = mesh.gather_objects(problem)[0]
+        if problem is not None:
+            raise problem
         yield
 
 

@@ -36,10 +36,14 @@ class ShardStore:
         self._waiting: dict[str, dict[str, Tensor]] = {}
         folder = root / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        for left_over in folder.glob(".*.partial.safetensors"):
-            left_over.unlink()
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in sorted(folder.glob("[!.]*.safetensors")):
             self._register(path)
+
+    @staticmethod
+    def clean(root: Path) -> None:
+        """Removes what killed runs left half-written in the cache folder `root`. Nobody may be writing there."""
+        for left_over in (root / FOLDER).glob(".*.partial.safetensors"):
+            left_over.unlink()
 
     def _register(self, path: Path) -> None:
         try:
@@ -47,7 +51,7 @@ class ShardStore:
                 buckets: dict[str, str] = json.loads(handle.metadata()["buckets"])
         except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
             say(f"WARNING: {path} is damaged ({error}); its samples are made again")
-            path.unlink()
+            path.unlink(missing_ok=True)  # each of several processes sees it
             return
         name = f"{FOLDER}/{path.name}"
         self.shard_of |= dict.fromkeys(buckets, name)
