@@ -14,7 +14,8 @@ P weights in all, T of them trained; S = dp_shard * sp ranks share a replica. FS
                  keep_attention   the same, and what attention over the video returned and keeps for its backward (4-bit codes, in a 4-bit recipe)
                  with train.offload_block_inputs the largest input of each block is in the host's memory, two of them at a time on the GPU
 
-What comes on top: CUDA and NCCL themselves, what kernels need while they run, and what the allocator can't use: a tenth is a fair reserve.
+DeepSpeed's ZeRO differs in all but the last (`_zero`). What comes on top: CUDA and NCCL themselves, what kernels need while they run, and what the
+allocator can't use: a tenth is a fair reserve.
 """
 
 import importlib.util
@@ -71,17 +72,16 @@ def _fsdp(cost: ForwardCost, layout: Layout, width: int, ema: bool) -> dict[str,
 
 
 def _zero(cost: ForwardCost, layout: Layout, parallel: ParallelConfig, width: int, ema: bool) -> dict[str, int]:
-    """ZeRO holds a copy of the weights in the compute dtype, whole in stages 1 and 2, besides the sharded fp32 ones."""
+    """ZeRO runs on fp32 weights (whole in stages 1 and 2), from which each module makes copies in the compute dtype; its optimiser has its own."""
     ranks, stage = layout.world_size, parallel.zero_stage
-    copies = width * cost.parameters // (ranks if stage == 3 else 1)
-    master = 4 * cost.trained // ranks if width == 2 else 0
-    gathered = min(cost.parameters, 2 * cost.block_parameters + cost.outer_parameters) if stage == 3 else 0
+    in_use = 2 * cost.block_parameters + cost.outer_parameters
+    gathered = 4 * min(cost.parameters, in_use) if stage == 3 else 0
     return {
-        "weights": copies + master,
+        "weights": 4 * cost.parameters // (ranks if stage == 3 else 1) + 4 * cost.trained // ranks,
         "gradients": 4 * cost.trained // (ranks if stage >= 2 else 1),
         "moments": 8 * cost.trained // ranks,
         "ema": 4 * cost.trained // ranks if ema else 0,
-        "gathered": width * gathered + ((width + 8) * cost.block_parameters if cost.trained else 0),
+        "gathered": gathered + (width + 8) * cost.block_parameters,
     }
 
 
