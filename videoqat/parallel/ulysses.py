@@ -42,7 +42,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, ulysses: "Ulysses") -> Tensor:
         ctx.rank = ulysses.rank  # type: ignore[attr-defined]
-        return all_to_all(x.expand(ulysses.degree, *x.shape), ulysses.group_name)
+        return ulysses.exchange(x.expand(ulysses.degree, *x.shape), ulysses.group_name)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
@@ -55,6 +55,7 @@ class Ulysses:
     Args:
         group: the ranks; all of them build this object, and run every forward together.
         wire: how q, k and v travel: `bf16` (as they are), `packed` (4-bit codes) or `auto`; see `packs`.
+        exchange: the all-to-all, by the interface of `videoqat.parallel.exchange.all_to_all`.
 
     Attributes:
         degree, rank: number of ranks, and this one's number.
@@ -64,13 +65,14 @@ class Ulysses:
         ConfigError: no such wire.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wire: str = "auto") -> None:
+    def __init__(self, group: dist.ProcessGroup, wire: str = "auto", exchange: Callable[[Tensor, str], Tensor] = all_to_all) -> None:
         if wire not in WIRES:
             raise ConfigError(f"parallel.ulysses_wire={wire!r} is not one of {', '.join(WIRES)}")
         self.group_name: str = group.group_name
         self.degree: int = group.size()
         self.rank: int = group.rank()
         self.wire = wire
+        self.exchange = exchange
         self.num_tokens = 0
         self._may_pack = wire == "packed" or (wire == "auto" and _spans_hosts(group))
 
@@ -119,7 +121,7 @@ class Ulysses:
         """(B, n, H, D) each -> (B, N, h, D), in one exchange. H may differ, for grouped queries; P divides each."""
         self.check_parts(*xs_BnHD)
         send_PBnhD = torch.cat([x.unflatten(2, (self.degree, -1)).permute(2, 0, 1, 3, 4) for x in xs_BnHD], dim=3)
-        received_PBnhD = all_to_all(send_PBnhD, self.group_name)
+        received_PBnhD = self.exchange(send_PBnhD, self.group_name)
         whole_BNhD = received_PBnhD.transpose(0, 1).flatten(1, 2)[:, : self.num_tokens]
         return list(whole_BNhD.split([x.shape[2] // self.degree for x in xs_BnHD], dim=2))
 
@@ -127,7 +129,7 @@ class Ulysses:
         """The inverse of `to_heads`: (B, N, h, D) each -> (B, n, H, D), zeros in the padding."""
         together = torch.cat(xs_BNhD, dim=2) if len(xs_BNhD) > 1 else xs_BNhD[0]
         padded = self._pad(together, 1, self.degree * self._part_size_of(together.shape[1]))
-        received_PBnhD = all_to_all(padded.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group_name)
+        received_PBnhD = self.exchange(padded.unflatten(1, (self.degree, -1)).transpose(0, 1), self.group_name)
         parts = received_PBnhD.split([x.shape[2] for x in xs_BNhD], dim=3)
         return [part.permute(1, 2, 0, 3, 4).flatten(2, 3) for part in parts]
 
@@ -152,7 +154,7 @@ class Ulysses:
 
     def all_heads(self, x_BLhD: Tensor) -> Tensor:
         """The inverse of `own_heads`: (B, L, H, D) on every rank. Its gradient sums what each rank has of it."""
-        received_PBLhD = all_to_all(x_BLhD.expand(self.degree, *x_BLhD.shape), self.group_name)
+        received_PBLhD = self.exchange(x_BLhD.expand(self.degree, *x_BLhD.shape), self.group_name)
         return received_PBLhD.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     @staticmethod

@@ -16,7 +16,6 @@ from videoqat.attention import backends
 from videoqat.attention.coded import attention_forward_coded, code_shapes, encode
 from videoqat.attention.functional import attention_backward, check_tensors
 from videoqat.formats import FORMATS
-from videoqat.parallel.exchange import all_to_all
 from videoqat.recipes import AttentionRecipe
 
 if TYPE_CHECKING:
@@ -116,7 +115,7 @@ def _exchange(parts: list[Tensor], rows: list[int], ulysses: "Ulysses") -> list[
     """(B, H, part's rows, width) each, of any dtypes, -> (B, h, the first `rows` of the whole sequence's, width), contiguous, in one exchange."""
     send = [x.unflatten(1, (ulysses.degree, -1)).transpose(0, 1).contiguous() for x in parts]
     bytes_Px = [x.view(torch.uint8).flatten(1) for x in send]
-    received = all_to_all(torch.cat(bytes_Px, dim=1), ulysses.group_name).split([x.shape[1] for x in bytes_Px], dim=1)
+    received = ulysses.exchange(torch.cat(bytes_Px, dim=1), ulysses.group_name).split([x.shape[1] for x in bytes_Px], dim=1)
     whole = []
     for x, sent, length in zip(received, send, rows, strict=True):
         # Bytes in the middle of a row needn't lie where wider numbers may: those are copied first.

@@ -1,6 +1,7 @@
 """What the training loop asks of the library that holds weights, gradients and moments; and what all such engines prepare alike."""
 
 import difflib
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from videoqat.errors import ConfigError
 from videoqat.models.install import install, shard_sequence
 from videoqat.models.spec import AttentionLayer
 from videoqat.parallel.checkpointing import checkpoint_blocks, compile_blocks
+from videoqat.parallel.exchange import all_to_all
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.training.job import Job
@@ -76,8 +78,18 @@ def make_engine(job: Job, mesh: Mesh) -> Engine:
     return FsdpEngine(job, mesh)
 
 
-def prepare(job: Job, mesh: Mesh) -> tuple[nn.Module, list[nn.Module], list[AttentionLayer]]:
+def prepare(
+    job: Job,
+    mesh: Mesh,
+    exchange: Callable[[Tensor, str], Tensor] = all_to_all,
+    adapt: Callable[[nn.Module], None] = lambda transformer: None,
+) -> tuple[nn.Module, list[nn.Module], list[AttentionLayer]]:
     """The transformer without numbers (parameters on the meta device), but with all else that training does to it except sharding.
+
+    Args:
+        job, mesh: as for `make_engine`.
+        exchange: for sequence parallelism.
+        adapt: is given the transformer before checkpointing, which must compute again what `adapt` puts around the modules' forwards.
 
     Returns:
         The transformer, in training mode; its blocks; its quantised attention layers.
@@ -87,7 +99,8 @@ def prepare(job: Job, mesh: Mesh) -> tuple[nn.Module, list[nn.Module], list[Atte
     set_trainable(transformer, loop.trainable)
     layers = install(transformer, job.recipe, kernel=config.runtime.kernel, family=job.family)
     if mesh.sp_group is not None:
-        shard_sequence(transformer, Ulysses(mesh.sp_group, config.parallel.ulysses_wire), family=job.family)
+        shard_sequence(transformer, Ulysses(mesh.sp_group, config.parallel.ulysses_wire, exchange), family=job.family)
+    adapt(transformer)
     blocks = job.family.blocks(transformer)
     checkpoint_blocks(blocks, loop.activation_checkpointing, offload=loop.offload_block_inputs)
     if loop.compile:

@@ -69,12 +69,12 @@ class Ema:
     average of a frozen parameter is that parameter itself.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
         self.tensors = {name: p.detach().clone() if p.requires_grad else p.detach() for name, p in parameters.items()}
         self._update = get_ema_multi_avg_fn(decay)
 
     @torch.no_grad()
-    def update(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def update(self, parameters: Mapping[str, Tensor]) -> None:
         """Takes the parameters' present values in."""
         trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
         self._update(_locals(self.tensors[name] for name in trained), _locals(parameters[name] for name in trained), None)
