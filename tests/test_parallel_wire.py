@@ -218,22 +218,24 @@ def test_when_codes_travel():
 
 
 def what_travels() -> list[int]:
-    """Bytes of each packed exchange; and that a look at what goes into attention (an observer) changes no number."""
+    """Bytes of each exchange of codes; and that a look at what goes into attention (an observer) changes no number."""
     sent = []
     with ulysses_ranks(2, "packed", num_tokens=90) as ulysses:
         leaves = [ulysses.shard(x, 1).bfloat16() for x in draw(*[(1, 90, 2, 32)] * 3)]
         grad = draw((1, ulysses.part_size, 2, 32), seed=1)[0].bfloat16()
-        exchange = wire.all_to_all
+        exchange = ulysses.exchange
 
         def counted(x, group):
-            sent.append(x.numel() * x.element_size())
+            if x.dtype == torch.uint8:
+                sent.append(x.numel())
             return exchange(x, group)
+
+        ulysses.exchange = counted
 
         def run(*x, **options):
             return (attend(*x, RECIPES["attn_qat"], kernel="auto", ulysses=ulysses, **options),)
 
         seen = []
-        wire.all_to_all = counted
         with record_receipts() as receipts:
             out, gradients = with_gradients(run, leaves, [grad])
             observed = with_gradients(lambda *x: run(*x, observer=lambda *qkv: seen.extend(qkv)), leaves, [grad])

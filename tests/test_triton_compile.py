@@ -50,3 +50,9 @@ def test_blackwell_converts_in_hardware(capability, kernel):
     assert "cvt.rn.f16x2.e2m1x2" in code
     if kernel == "forward":
         assert ("tcgen05.mma" if capability == 100 else "mma.sync") in code
+
+
+@pytest.mark.parametrize("kernel", ["quantize", "encode"])
+def test_codes_alone_write_no_operand(kernel):
+    """What sequence parallelism sends is made without the copy that attention multiplies: the second parameter is never read."""
+    assert ("[_quantize_kernel_param_1]" in ptx(90, kernel)) == (kernel == "quantize")

@@ -21,6 +21,10 @@ INT8 = {"D": 128, "DP": 128, "CAUSAL": True}
 FORWARD = {"P_FORMAT": "nvfp4", "QUANTISED_SUM": False, "TWO_LEVEL": False, "HAS_BIAS": False, "MAXIMUM_FIRST": False}
 KERNELS = {
     "quantize": (_quantize_kernel, QUANTIZE | BOTH | {"ALONG_TOKENS": False, "INVERSE_DIVISORS": (1 / 6, 1 / 4), "SUBTRACT_MEAN": 0}),
+    "encode": (
+        _quantize_kernel,
+        QUANTIZE | {"ALONG_TOKENS": True, "INVERSE_DIVISORS": (1 / 6,), "SUBTRACT_MEAN": 0, "STORE_CODES": True, "STORE_OPERAND": False},
+    ),
     "dequantize": (_dequantize_kernel, QUANTIZE | {"ALONG_TOKENS": True}),
     "forward": (attn_forward_kernel, ATTENTION | FORWARD),
     "prepare_gradient": (prepare_gradient_kernel, {"D": 128, "DP": 128, "TILE": 64}),
