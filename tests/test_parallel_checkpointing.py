@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers.engines import accumulate, loss_of, plain_gradients, tiny_job, worst_gradient
 from helpers.pipelines import enliven
+from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -105,6 +106,33 @@ def test_plain_attention_is_kept_where_keys_are_as_many_as_queries(wan: Path, mo
     with Counting():
         gradients(wan, transformer)
     assert (keys.count(27), keys.count(7)) == (video * NUM_LAYERS, text * NUM_LAYERS)
+
+
+def packed_step(folder: Path) -> tuple[int, dict[str, Tensor]]:
+    """On one of two ranks that exchange codes: how often attention from codes was computed, and all gradients."""
+    count, forward = [0], torch_backend.forward_coded
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return forward(*args, **kwargs)
+
+    torch_backend.forward_coded = counting
+    with open_mesh(ParallelConfig(sp=2), torch.device("cpu")) as mesh:
+        wire = {"parallel__sp": 2, "parallel__ulysses_wire": "packed"}
+        job = tiny_job(folder, train__activation_checkpointing="keep_attention", train__batch_size=2, **wire)
+        engine = make_engine(job, mesh)
+        accumulate(engine, job, mesh, 2)
+        found = {name: p.grad.full_tensor() for name, p in engine.transformer.named_parameters()}  # type: ignore[union-attr]
+        del engine
+    return count[0], found
+
+
+@pytest.mark.dist
+def test_attention_from_exchanged_codes_is_kept_too(wan: Path) -> None:
+    _, expected = plain_gradients(wan, "attn_qat", 2)
+    for count, found in run_ranks(packed_step, 2, wan):
+        assert count == NUM_LAYERS
+        assert worst_gradient(found, expected)[0] < 5e-6
 
 
 @pytest.mark.parametrize("offload", [False, True])

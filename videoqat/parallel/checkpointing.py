@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext, checkpoint, create_selective_checkpoint_contexts
 
-import videoqat.attention.functional  # noqa: F401 - makes torch.ops.videoqat.attention_forward
+import videoqat.attention.coded  # noqa: F401 - with `functional`, makes the operators below
 
 # Every operator that torch.nn.functional.scaled_dot_product_attention can end in as one operator. Its last resort, on plain matrix products
 # ("math"), is none: there the products are computed again.
@@ -35,6 +35,7 @@ _SDPA = tuple(
     )
 )
 _OURS = torch.ops.videoqat.attention_forward.default
+_CODED = torch.ops.videoqat.attention_forward_coded.default  # from codes that were exchanged: never cross-attention
 
 
 def keep_attention(context: SelectiveCheckpointContext, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -43,12 +44,12 @@ def keep_attention(context: SelectiveCheckpointContext, operator: Any, *args: An
     That leaves out cross-attention to a text shorter than the video: to compute it again costs little, and its result is as large as that of
     self-attention. The exchange of sequence parallelism is done again, too: keeping what it brings would be keeping q, k and v.
     """
-    tokens = 1 if operator is _OURS else 2  # ours takes (B, N, H, D), SDPA (B, H, N, D)
+    keep = operator is _CODED
     if operator is _OURS or operator in _SDPA:
-        q, k = args[0], args[1]
-        if k.shape[tokens] >= q.shape[tokens]:
-            return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+        q, k = args[:2]
+        tokens = 1 if operator is _OURS else 2  # ours takes (B, N, H, D), SDPA (B, H, N, D)
+        keep = k.shape[tokens] >= q.shape[tokens]
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint_blocks(blocks: list[nn.Module], mode: str, *, offload: bool = False) -> None:
