@@ -40,6 +40,8 @@ def required(schema: type, folder: Path) -> list[str]:
         return [f"run={folder}", f"out={folder / 'out'}"]
     if schema in (cfg.ExampleClipsConfig, cfg.ExampleModelConfig):
         return [f"out={folder / 'out'}"]
+    if schema is cfg.BenchTrainingConfig:
+        return [f"work={folder / 'work'}"]
     return []
 
 

@@ -51,7 +51,7 @@ class LoopConfig:
     offload_block_inputs: bool = False  # what checkpointing keeps of each block waits in the host's memory
     compile: bool = False  # torch.compile, block by block
     log_every: int = 1
-    save_every: int = 500
+    save_every: int = 500  # and at the end; 0: never, for measurements
     keep_last: int = 2
     async_save: bool = True  # write in the background while training goes on
     health_every: int = 100  # 0: never
@@ -59,12 +59,12 @@ class LoopConfig:
     resume: str = "latest"  # latest | never | path of a checkpoint
 
     def validate(self) -> None:
-        for key in ("steps", "batch_size", "log_every", "save_every", "keep_last"):
+        for key in ("steps", "batch_size", "log_every", "keep_last"):
             require(getattr(self, key) >= 1, f"train.{key}", getattr(self, key), "at least 1")
         size = self.batch_size
         legal = f"0, or a multiple of train.batch_size={size}"
         require(self.global_batch_size >= 0 and self.global_batch_size % size == 0, "train.global_batch_size", self.global_batch_size, legal)
-        for key in ("health_every", "profile_every"):
+        for key in ("save_every", "health_every", "profile_every"):
             require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 (never) or more")
         require(len(self.trainable) > 0, "train.trainable", self.trainable, "one or more patterns of parameter names, such as *.attn1.*")
         choice("train.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))

@@ -7,7 +7,6 @@ Cases run one after the other on the same machine, in one command.
 
 import json
 import math
-import shutil
 import statistics
 import subprocess
 import sys
@@ -84,11 +83,11 @@ def _numbers(rows: list[dict[str, Any]], warmup: int, gpus: int) -> dict[str, An
     return result
 
 
-def _case(config: BenchTrainingConfig, layout: str, recipe: str, checkpointing: str) -> dict[str, Any]:
+def _case(config: BenchTrainingConfig, layout: str, recipe: str, checkpointing: str, saved: bool) -> dict[str, Any]:
     replicate, shard, sp = _layout(layout)
     gpus, name = replicate * shard * sp, f"{layout}-{recipe}-{checkpointing}"
     settings = {"recipe": recipe, "train.activation_checkpointing": checkpointing, "train.steps": config.steps, "train.profile_every": config.steps}
-    settings |= {"train.save_every": config.steps, "train.async_save": False}
+    settings |= {"train.save_every": config.steps if saved else 0, "train.async_save": False}
     out = _train(config, name, layout, settings)
     rows = read_log(out / "log.jsonl")
     session = json.loads((out / "provenance.json").read_text())["sessions"][-1]
@@ -112,9 +111,8 @@ def _one_gpu_losses(config: BenchTrainingConfig, cases: list[dict[str, Any]]) ->
         key = case["recipe"], case["samples_per_step"]
         if case["gpus"] > 1 and key not in found:
             settings = {"recipe": key[0], "train.global_batch_size": key[1], "train.steps": 2, "train.activation_checkpointing": "full"}
-            out = _train(config, f"one-gpu-{key[0]}-{key[1]}", "1x1x1", settings | {"train.save_every": 1000, "train.profile_every": 0})
+            out = _train(config, f"one-gpu-{key[0]}-{key[1]}", "1x1x1", settings | {"train.save_every": 0, "train.profile_every": 0})
             found[key] = [row["loss"] for row in read_log(out / "log.jsonl")]
-            shutil.rmtree(out / "checkpoints")
         if case["gpus"] > 1:
             pairs = list(zip(case["losses"], found[key], strict=False))
             case["one_gpu_losses"] = found[key]
@@ -125,12 +123,11 @@ def _resumed(config: BenchTrainingConfig, first: dict[str, Any]) -> dict[str, An
     """The first case's last checkpoint, resumed for two steps on another layout and on its own: the losses, side by side."""
     checkpoint = Path(config.work) / "runs" / first["run"] / "checkpoints" / f"step-{config.steps:06d}"
     settings = {"recipe": first["recipe"], "train.activation_checkpointing": first["checkpointing"], "train.steps": config.steps + 2}
-    settings |= {"train.resume": checkpoint, "train.global_batch_size": first["samples_per_step"], "train.save_every": 1000, "train.profile_every": 0}
+    settings |= {"train.resume": checkpoint, "train.global_batch_size": first["samples_per_step"], "train.save_every": 0, "train.profile_every": 0}
     losses = {}
     for name, layout in (("same", first["layout"]), ("other", config.resume_onto)):
         out = _train(config, f"resumed-{name}-{layout}", layout, settings)
         losses[name] = [row["loss"] for row in read_log(out / "log.jsonl")]
-        shutil.rmtree(out / "checkpoints")
     difference = max(abs(a - b) / abs(b) for a, b in zip(losses["other"], losses["same"], strict=True))
     return {"from": first["run"], "onto": config.resume_onto, "losses": losses, "loss_difference": difference}
 
@@ -164,12 +161,10 @@ def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
     for layout in config.layouts:
         for checkpointing in config.checkpointing:
             for recipe in config.recipes:
-                case = _case(config, layout, recipe, checkpointing)
+                case = _case(config, layout, recipe, checkpointing, saved=bool(config.resume_onto) and not result["cases"])
                 result["cases"].append(case)
                 say(f"{case['run']}: {case['step_time']:.3f} s a step, {case['memory_bytes'] / 1e9:.1f} GB")
                 write_json(work / "result.json", result)  # a later case may fail; what was measured stays
-                if len(result["cases"]) > 1 or not config.resume_onto:
-                    shutil.rmtree(work / "runs" / case["run"] / "checkpoints")
     if config.one_gpu_losses:
         _one_gpu_losses(config, result["cases"])
     if config.resume_onto:

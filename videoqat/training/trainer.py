@@ -30,6 +30,7 @@ from videoqat.training.step import Run, Step, take_step
 from videoqat.training.trace import traced_communication
 
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start it again to continue
+INTERRUPTED_EXIT_CODE = 130  # likewise, with nothing saved
 FIRST_TRACED = 3  # of a session's steps: later than what is slow only once
 
 
@@ -141,7 +142,7 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
                     aside.write_text(to_yaml(config))
                 _write_provenance(job, out, [*earlier, session])
                 log = stack.enter_context(RunLog(out, first - 1))
-        num_weights = sum(parameter.numel() for parameter in engine.transformer.parameters())
+        num_weights = sum(getattr(p, "ds_numel", p.numel()) for p in engine.transformer.parameters())  # ZeRO-3 leaves modules empty
         size = f"{num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
         say(f"training {config.model.component} of {config.model.path} on {mesh.device}: {size}; world size {mesh.layout}")
         how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
@@ -169,7 +170,7 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
             stopped_by = taken.stop if step < loop.steps else None
             if looks.due(step) and not stopped_by:
                 rows.flush(looks.validate(step, log))
-            if step % loop.save_every == 0 or step == loop.steps or stopped_by:
+            if loop.save_every and (step % loop.save_every == 0 or step == loop.steps or stopped_by):
                 rows.flush()  # a log without steps that a checkpoint has would stay so
                 _start_saving(run, taken.row)
             else:
@@ -183,25 +184,27 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         saver.finish()
         faults.settle(mesh)
     if stopped_by:
-        say(f"{stopped_by.name}: step {step} is done and saved; the same command continues from there")
+        kept = "and saved; the same command continues from there" if loop.save_every else "and nothing is saved (train.save_every=0)"
+        say(f"{stopped_by.name}: step {step} is done {kept}")
     session["receipts"] = [receipt.to_dict() for receipt in receipts]
-    summary = None
-    with collective_errors("the end"), together(mesh):
-        if mesh.rank == 0:
-            _write_provenance(job, out, [*earlier, session])
-            summary = _summary(out, chosen, session)
+
+    def summary() -> dict[str, Any]:
+        _write_provenance(job, out, [*earlier, session])
+        return _summary(out, chosen, session)
+
     with collective_errors("the end"):
-        result: dict[str, Any] = mesh.gather_objects(summary)[0]
-    return result | ({"stopped_by": stopped_by.name, "exit_code": STOPPED_EXIT_CODE} if stopped_by else {})
+        result = mesh.on_rank_zero(summary)
+    exit_code = STOPPED_EXIT_CODE if loop.save_every else INTERRUPTED_EXIT_CODE
+    return result | ({"stopped_by": stopped_by.name, "exit_code": exit_code} if stopped_by else {})
 
 
 def _summary(out: Path, chosen: Path | None, session: dict[str, Any]) -> dict[str, Any]:
     """What `train` returns, from what is on the disk."""
     kept = state.whole(out / "checkpoints")
-    newest = kept[-1] if kept else chosen  # none of its own: resumed by path from another run that was long enough already
-    assert newest is not None
-    last = state.read_meta(newest)
-    losses = [row["loss"] for row in read_log(out / "log.jsonl")]
+    rows = read_log(out / "log.jsonl")
+    newest = kept[-1] if kept else chosen  # none of its own: resumed by path from another run that was long enough already, or none is wanted
+    last = state.read_meta(newest) if newest is not None else rows[-1]
+    losses = [row["loss"] for row in rows]
     return {
         "run": str(out),
         "steps": last["step"],
