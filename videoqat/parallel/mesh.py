@@ -13,11 +13,11 @@ import gc
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,12 @@ from videoqat.config import ParallelConfig
 from videoqat.errors import ConfigError, UserError, WorkerLost
 from videoqat.parallel import zero
 from videoqat.parallel.watch import Watch
+
+T = TypeVar("T")
+
+# parallel.start_timeout_s of commands that only share out work: a process with the longer share may come hours after the others. One that ends is
+# noticed at once all the same.
+LONGEST_WAIT_S = 7 * 24 * 3600
 
 
 @dataclass(frozen=True)
@@ -150,6 +156,19 @@ class Mesh:
         things: list[Any] = [None] * self.world_size
         dist.all_gather_object(things, thing, group=self.control_group)
         return things
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """What `work` returns on rank 0, or the `UserError` that it meets there, on every rank."""
+        result, problem = None, None
+        if self.rank == 0:
+            try:
+                result = work()
+            except UserError as error:
+                problem = error
+        result, problem = self.gather_objects((result, problem))[0]
+        if problem is not None:
+            raise problem
+        return cast(T, result)
 
     def barrier(self) -> None:
         """Returns when all ranks are here."""

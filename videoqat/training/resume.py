@@ -51,11 +51,7 @@ def agreed_checkpoint(job: Job, mesh: Mesh) -> Path | None:
     Raises:
         UserError: as there; or a rank doesn't see what rank 0 chose. On all ranks.
     """
-    chosen = None
-    with together(mesh):
-        if mesh.rank == 0:
-            chosen = choose_checkpoint(job)
-    chosen = mesh.gather_objects(chosen)[0]
+    chosen = mesh.on_rank_zero(lambda: choose_checkpoint(job))
     with together(mesh):
         fault = state.problem(chosen) if chosen is not None else None
         if fault is not None:

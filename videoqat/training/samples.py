@@ -27,7 +27,7 @@ from videoqat.files import write_json
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.sharding import compute_dtype
-from videoqat.training.agreement import Faults, together
+from videoqat.training.agreement import Faults
 from videoqat.training.job import Job
 from videoqat.training.runlog import disk_errors
 
@@ -77,19 +77,19 @@ class Prompts:
         config = job.config.validation
         tokens = config.sampling.max_text_tokens or int(job.cache.settings["max_text_tokens"])
         self.sampling: SamplingConfig = dataclasses.replace(config.sampling, max_text_tokens=tokens)
-        text_PLD = None
-        with together(mesh):
-            if mesh.rank == 0:
-                dtype = torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
-                encoders = job.family.load_encoders(job.config.model.path, device=mesh.device, dtype=dtype)
-                texts = job.family.encode_prompts(encoders, [*config.prompts, self.sampling.negative_prompt], tokens)
-                text_PLD = job.family.pad_text(texts, tokens).cpu()
-                del encoders
+
+        def encode() -> Tensor:
+            dtype = torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
+            encoders = job.family.load_encoders(job.config.model.path, device=mesh.device, dtype=dtype)
+            texts = job.family.encode_prompts(encoders, [*config.prompts, self.sampling.negative_prompt], tokens)
+            return job.family.pad_text(texts, tokens).cpu()
+
+        text_PLD = mesh.on_rank_zero(encode)
         gc.collect()
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(mesh.device)  # the text encoder's share was no training's
-        *prompts, negative = mesh.gather_objects(text_PLD)[0].split(1)
+        *prompts, negative = text_PLD.split(1)
         self.texts: list[tuple[Tensor, Tensor]] = [(prompt, negative) for prompt in prompts]
 
 
