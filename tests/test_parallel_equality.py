@@ -1,7 +1,7 @@
 """Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families.
 
-Plain means diffusers' transformer with the recipe and autograd, without FSDP, checkpointing, accumulation or sequence parallelism. 27 video tokens
-are divisible neither by 2 nor by 4.
+Plain means diffusers' transformer with the recipe and autograd, without FSDP or ZeRO, checkpointing, accumulation or sequence parallelism. 27 video
+tokens are divisible neither by 2 nor by 4.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import accumulate, plain_gradients, tiny_job, worst_gradient
+from helpers.engines import accumulate, full_gradients, plain_gradients, tiny_job, worst_gradient
 from helpers.pipelines import enliven
 from helpers.ranks import run_ranks
 from torch import Tensor
@@ -35,6 +35,14 @@ LAYOUTS = {
     (2, 1, 2): [("full", True)],
     (1, 1, 4): [("full", False)],
 }
+# The same by DeepSpeed: -> (activation checkpointing, offload, stage of ZeRO).
+ZERO_LAYOUTS = {
+    (1, 1, 2): [("keep_attention", False, 1), ("full", False, 3)],
+    (1, 2, 1): [("none", False, 1), ("full", True, 2), ("keep_attention", False, 3)],
+    (1, 2, 2): [("none", False, 2), ("keep_attention", True, 3)],
+    (1, 1, 4): [("full", False, 2)],
+}
+Mode = tuple[str, bool] | tuple[str, bool, int]
 Step = tuple[float, float, dict[str, Tensor]]  # loss and gradient norm as this rank has them; on rank 0 also all gradients
 
 
@@ -53,26 +61,38 @@ def expected(folders: list[Path]) -> dict[tuple[Path, int], tuple[float, dict[st
     return {(folder, dp): plain_gradients(folder, "attn_qat", BATCH * ACCUMULATION * dp) for folder in folders for dp in (1, 2)}
 
 
-def steps(folders: list[Path], layout: tuple[int, int, int], modes: list[tuple[str, bool]]) -> list[list[Step]]:
+def steps(folders: list[Path], layout: tuple[int, int, int], modes: list[Mode]) -> list[list[Step]]:
     """On one rank: a step of each model in each mode."""
     replicate, shard, sp = layout
-    with open_mesh(ParallelConfig(dp_replicate=replicate, dp_shard=shard, sp=sp), torch.device("cpu")) as mesh:
+    engine = "fsdp" if len(modes[0]) == 2 else "deepspeed"
+    with open_mesh(ParallelConfig(dp_replicate=replicate, dp_shard=shard, sp=sp, engine=engine), torch.device("cpu")) as mesh:
         return [[step(folder, mesh, *mode) for mode in modes] for folder in folders]
 
 
-def step(folder: Path, mesh: Mesh, mode: str, offload: bool) -> Step:
+def step(folder: Path, mesh: Mesh, mode: str, offload: bool, zero_stage: int = 0) -> Step:
     """A global batch, without the update."""
     gc.collect()
     job = tiny_job(folder, train__activation_checkpointing=mode, train__offload_block_inputs=offload, train__batch_size=BATCH)
+    if zero_stage:
+        job.config.parallel = ParallelConfig(engine="deepspeed", zero_stage=zero_stage)
     engine = make_engine(job, mesh)
     loss = accumulate(engine, job, mesh, BATCH * ACCUMULATION * mesh.layout.dp)
-    gradients = {name: p.grad.full_tensor() for name, p in engine.transformer.named_parameters() if p.grad is not None}  # type: ignore[attr-defined]
+    gradients = full_gradients(engine)
     return loss, engine.gradient_norm(), gradients if mesh.rank == 0 else {}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
 def test_loss_and_every_gradient_equal_those_of_one_plain_process(folders: list[Path], expected: Any, layout: tuple[int, int, int]) -> None:
-    modes = LAYOUTS[layout]
+    compare(folders, expected, layout, LAYOUTS[layout])
+
+
+@pytest.mark.parametrize("layout", ZERO_LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+def test_with_deepspeed_too(folders: list[Path], expected: Any, layout: tuple[int, int, int]) -> None:
+    pytest.importorskip("deepspeed")
+    compare(folders, expected, layout, ZERO_LAYOUTS[layout])
+
+
+def compare(folders: list[Path], expected: Any, layout: tuple[int, int, int], modes: Any) -> None:
     ranks = run_ranks(steps, layout[0] * layout[1] * layout[2], folders, layout, modes)
     for i, folder in enumerate(folders):
         loss, gradients = expected[folder, layout[0] * layout[1]]

@@ -71,6 +71,15 @@ def plain_gradients(folder: Path, recipe: str, num_samples: int) -> tuple[float,
     return loss.item(), {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
 
 
+def full_gradients(engine: Any) -> dict[str, Tensor]:
+    """Every trained parameter's gradient by name, whole, before clipping. Collective."""
+    if hasattr(engine, "zero"):
+        from deepspeed.utils import safe_get_full_grad  # DeepSpeed's own, not the view that our engine has of it
+
+        return {name: safe_get_full_grad(p) for name, p in engine.parameters.items() if p.requires_grad}
+    return {name: p.grad.full_tensor() for name, p in engine.parameters.items() if p.grad is not None}
+
+
 def accumulate(engine: Engine, job: Any, mesh: Mesh, num_samples: int) -> float:
     """One step's forwards and backwards over samples 0, 1, ..., dealt out as the trainer does; returns the mean loss over all of them."""
     size, folder = job.config.train.batch_size, Path(job.config.model.path)
