@@ -112,6 +112,7 @@ def test_inf_only_in_a_gradient_names_the_parameter_and_leaves_weights_alone(mak
         TrainingDiverged, match=r"^step 2: loss is [\d.]+ and the gradient norm (nan|inf); .*gradient of blocks.0.attn1.to_k.weight; .*none was"
     ):
         train(make("run"))
+    assert [row["step"] for row in rows_of(make("run"))] == [1]
     assert seen
     for name, parameter in seen.items():
         assert torch.equal(local(parameter), before[name]), name

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from videoqat.training.trace import Clock, exposed, merged, traced_communication
+from videoqat.training.trace import Clock, _gpu_kind, exposed, merged, traced_communication
 
 
 def test_each_stretch_of_time_goes_to_its_part() -> None:
@@ -35,6 +35,20 @@ def test_without_collectives_there_is_no_communication_and_nothing_is_said(capfd
         assert found == {}
     assert found == {"communication_seconds": 0, "communication_exposed_seconds": 0}
     assert capfd.readouterr().err == ""
+
+
+def test_what_is_what_on_a_gpus_time_line() -> None:
+    kinds = {
+        "communication": ["ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "ncclSymkDevKernel_AllGather_LL"],
+        "computing": [
+            "void at::native::elementwise_kernel<128, 4>",
+            "nvjet_tst_128x256_64x4_2x1_v_bz_TNT",
+            "attention_forward",
+            "triton_poi_fused_add_0",
+        ],
+        None: ["nccl:all_gather_into_tensor", "FSDP::pre_forward (blocks.3)", "Memcpy DtoH (Device -> Pinned)", "Memset (Device)"],
+    }
+    assert {name: _gpu_kind(name) for names in kinds.values() for name in names} == {name: kind for kind, names in kinds.items() for name in names}
 
 
 @pytest.mark.gpu

@@ -109,15 +109,24 @@ def traced_communication(device: torch.device) -> Iterator[dict[str, float]]:
     finally:
         with _muted():
             profiler.stop()
-    communication: list[Span] = []
-    computing: list[Span] = []
+    spans: dict[str, list[Span]] = {"communication": [], "computing": []}
     for event in profiler.events():
-        span = event.time_range.start / 1e6, event.time_range.end / 1e6
-        if gpu and (event.device_type.name != "CUDA" or event.is_user_annotation):
-            continue
-        if event.name.startswith("ncclDevKernel" if gpu else "gloo:"):
-            communication.append(span)
-        elif not event.name.startswith(("Memcpy", "Memset")) if gpu else event.name.startswith(("aten::", "videoqat::")):
-            computing.append(span)
-    if communication or computing:
-        found["communication_seconds"], found["communication_exposed_seconds"] = exposed(communication, computing)
+        if not gpu or (event.device_type.name == "CUDA" and not event.is_user_annotation):
+            kind = _gpu_kind(event.name) if gpu else _cpu_kind(event.name)
+            if kind:
+                spans[kind].append((event.time_range.start / 1e6, event.time_range.end / 1e6))
+    if any(spans.values()):
+        found["communication_seconds"], found["communication_exposed_seconds"] = exposed(spans["communication"], spans["computing"])
+
+
+def _gpu_kind(name: str) -> str | None:
+    """What a thing on the GPU's time line is. Stretches that libraries have named there (`nccl:all_gather`, `FSDP::pre_forward`) are no work."""
+    if name.startswith(("nccl:", "FSDP::", "ProfilerStep", "Memcpy", "Memset")):
+        return None
+    return "communication" if name.startswith("nccl") else "computing"
+
+
+def _cpu_kind(name: str) -> str | None:
+    if name.startswith("gloo:"):
+        return "communication"
+    return "computing" if name.startswith(("aten::", "videoqat::")) else None

@@ -14,6 +14,7 @@ from videoqat.attention.backends import Receipt, record_receipts
 from videoqat.config import TrainConfig, to_yaml
 from videoqat.console import is_rank_zero, progress, say
 from videoqat.data.dataset import CachedVideos
+from videoqat.errors import NonFiniteError, UserError
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance, versions
@@ -161,24 +162,28 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         if first <= loop.steps:
             run.ahead.load(first)
         faults.settle(mesh)
-    for step in range(first, loop.steps + 1):
-        with collective_errors(f"step {step}"):
-            health = looks.health(step)
-            with _traced(job, mesh, step, first) as communication:
-                taken = take_step(run, step)
-            rows.put(taken, health | communication)
-            stopped_by = taken.stop if step < loop.steps else None
-            if looks.due(step) and not stopped_by:
-                rows.flush(looks.validate(step, log))
-            if loop.save_every and (step % loop.save_every == 0 or step == loop.steps or stopped_by):
-                rows.flush()  # a log without steps that a checkpoint has would stay so
-                _start_saving(run, taken.row)
-            else:
-                saver.poll()
-            if step == first:
-                mesh.steady()
-        if stopped_by:
-            break
+    try:
+        for step in range(first, loop.steps + 1):
+            with collective_errors(f"step {step}"):
+                health = looks.health(step)
+                with _traced(job, mesh, step, first) as communication:
+                    taken = take_step(run, step)
+                rows.put(taken, health | communication)
+                stopped_by = taken.stop if step < loop.steps else None
+                if looks.due(step) and not stopped_by:
+                    rows.flush(looks.validate(step, log))
+                if loop.save_every and (step % loop.save_every == 0 or step == loop.steps or stopped_by):
+                    rows.flush()  # a log without steps that a checkpoint has would stay so
+                    _start_saving(run, taken.row)
+                else:
+                    saver.poll()
+                if step == first:
+                    mesh.steady()
+            if stopped_by:
+                break
+    except (NonFiniteError, UserError):
+        rows.flush()  # of the last step that was good
+        raise
     with collective_errors("the last save"):
         rows.flush()
         saver.finish()
