@@ -19,6 +19,7 @@ from videoqat.errors import ConfigError
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline
+from videoqat.parallel import checkpointing
 from videoqat.parallel.checkpointing import checkpoint_blocks
 from videoqat.parallel.mesh import open_mesh
 from videoqat.training.engines import make_engine
@@ -151,6 +152,22 @@ def test_offloaded_inputs_leave_their_device_until_the_backward_needs_them(folde
     assert [ref() is None for ref in inputs] == [offload] * (NUM_LAYERS - 1)
     loss.backward()
     assert all(ref() is None for ref in inputs)
+
+
+def test_what_comes_back_for_the_backward_goes_with_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not only with the loss, on which the whole graph hangs."""
+    came_back: list[weakref.ref[Tensor]] = []
+    fetch = checkpointing._Away.fetch
+
+    def watched(away: Any) -> None:
+        fetch(away)
+        came_back.append(weakref.ref(away.here))
+
+    monkeypatch.setattr(checkpointing._Away, "fetch", watched)
+    loss = loss_of(family_of(folder), checkpointed(folder, "attn_qat", "full", True), folder, [0]).mean()
+    loss.backward()
+    assert len(came_back) >= NUM_LAYERS
+    assert all(ref() is None for ref in came_back)
 
 
 def test_nothing_is_offloaded_where_there_will_be_no_backward(wan: Path, monkeypatch: pytest.MonkeyPatch) -> None:

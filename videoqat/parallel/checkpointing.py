@@ -91,7 +91,7 @@ def _checkpointed(block: nn.Module, kept: dict[str, Any]) -> Callable[..., Any]:
             # A compiled block's backward is fixed when it is compiled.
             if not torch.compiler.is_compiling() and any(a.processor is not p for a, p in zip(attentions, processors, strict=True)):
                 raise RuntimeError("another attention recipe was installed between a checkpointed block's forward and its backward")
-            args, kwargs = tree_map_only(_Away, lambda away: away.here, (args, kwargs))
+            args, kwargs = tree_map_only(_Away, lambda away: away.take(), (args, kwargs))
             return forward(*args, **kwargs)
 
         return checkpoint(compute, *args, use_reentrant=False, **kept, **kwargs)
@@ -111,7 +111,6 @@ def _offloaded(checkpointed: Callable[..., Any], waiting: "list[_Away | None]", 
         away = leaves[largest] = waiting[index] = _Away(leaves[largest])
         args, kwargs = tree_unflatten(leaves, spec)
         outputs = checkpointed(*args, **kwargs)
-        away.here = None
 
         def before_backward(grad: Tensor) -> None:
             away.arrive()
@@ -146,6 +145,11 @@ class _Away:
         with torch.cuda.stream(stream):
             self.host = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x.detach(), non_blocking=True)
         x.record_stream(stream)  # its memory is not given away before the copy is done
+
+    def take(self) -> Tensor | None:
+        """The tensor, which from now on lives only as long as the caller needs it: this object lives as long as the whole graph."""
+        here, self.here = self.here, None
+        return here
 
     def fetch(self) -> None:
         """Begins to bring it back."""
