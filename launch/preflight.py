@@ -128,12 +128,13 @@ def time_limit(ranks: Ranks, what: str, advice: str) -> Iterator[None]:
 
 
 def differences(ranks: Ranks, rows: list[dict[str, Any]], advice: str) -> Report:
-    """A line for each key that isn't equal on all ranks: which value is where."""
+    """A line for each key that isn't equal on all ranks that have it: which value is where."""
     report = []
     for key in dict.fromkeys(key for row in rows for key in row):
         having = defaultdict(list)
         for rank, row in enumerate(rows):
-            having[json.dumps(row.get(key, "nothing"))].append(rank)
+            if key in row:
+                having[json.dumps(row[key])].append(rank)
         if len(having) > 1:
             # The few that differ are named one by one, the many by their number.
             parts = [f"{value} on {named(ranks, found)}" for value, found in sorted(having.items(), key=lambda item: len(item[1]))]
@@ -193,7 +194,10 @@ def check_config(ranks: Ranks, arguments: list[str]) -> tuple[Report, TrainConfi
 
 def check_versions(ranks: Ranks) -> Report:
     """Python, libraries, this program, driver and GPU are equal everywhere."""
-    rows = ranks.gather("versions", versions() | {"commit": commit()} | hardware())
+    row = versions() | hardware()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and (known := commit()) != "unknown":  # asking git takes a while: once a host, and it may not tell
+        row["commit"] = known
+    rows = ranks.gather("versions", row)
     return differences(ranks, rows, "Use one environment (or container image) on all hosts")
 
 
