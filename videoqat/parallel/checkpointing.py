@@ -136,6 +136,7 @@ class _Away:
 
     def __init__(self, x: Tensor) -> None:
         self.here: Tensor | None = x
+        self._fetched = False
         self.device, self.requires_grad = x.device, x.requires_grad
         if self.device.type != "cuda":
             self.host = x.detach().clone()
@@ -152,9 +153,10 @@ class _Away:
         return here
 
     def fetch(self) -> None:
-        """Begins to bring it back."""
-        if self.here is not None:
+        """Begins to bring it back, once: a block of several outputs asks several times."""
+        if self._fetched:
             return
+        self._fetched = True
         if self.device.type != "cuda":
             self.here = self.host.requires_grad_(self.requires_grad)
             return
