@@ -230,7 +230,7 @@ def test_bad_values_are_refused(schema: type, override: str, says: str, tmp_path
 
 
 def test_what_is_missing_is_named():
-    assert refusal(cfg.GenerateConfig, None, []) == "missing model, out, prompt: give it in the file or as KEY=VALUE"
+    assert refusal(cfg.GenerateConfig, None, []) == "missing model, out: give it in the file or as KEY=VALUE"
 
 
 def test_an_existing_video_is_not_overwritten_unless_asked(tmp_path: Path):

@@ -13,8 +13,9 @@ from helpers.training import tiny_config
 from videoqat.config import ExportConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from videoqat.data.video_io import read_video
 from videoqat.errors import CheckpointError, ConfigError, NonFiniteVideo, UserError
-from videoqat.generation import engine as engine_module
-from videoqat.generation.engine import Engine, choose_recipe, doubts_about, generate, plan, text_tokens, with_flow_shift
+from videoqat.generation import single
+from videoqat.generation.engine import Engine, choose_recipe, doubts_about, text_tokens, with_flow_shift
+from videoqat.generation.single import generate, plan
 from videoqat.models.install import installed_recipe
 from videoqat.recipes import RECIPES
 from videoqat.training.export import export
@@ -258,7 +259,7 @@ def test_generate_writes_a_video_and_all_it_takes_to_make_it_again(model, tmp_pa
 
 
 def test_plan_needs_no_weights(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(engine_module, "Engine", None)
+    monkeypatch.setattr(single, "Engine", None)
     planned = plan(config_for(model, tmp_path / "a.mp4", recipe="attn_qat_search"))
     assert planned["num_tokens"] == 2 * 4 * 4  # of latents 2x4x4 the patch is 1x1x1
     assert planned["receipt"]["kernel"] == "torch"
@@ -281,7 +282,7 @@ def test_plan_needs_no_weights(model, tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line_before_weights_are_loaded(model, tmp_path, monkeypatch, changes, words):
-    monkeypatch.setattr(engine_module, "Engine", None)
+    monkeypatch.setattr(single, "Engine", None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError) as error:
         generate(config_for(model, tmp_path / "a.mp4", **changes))
@@ -292,7 +293,7 @@ def test_bad_input_is_one_line_before_weights_are_loaded(model, tmp_path, monkey
 
 @pytest.mark.parametrize("taken", ["a.mp4", "a.json"])
 def test_nothing_is_overwritten_unasked(model, tmp_path, monkeypatch, taken):
-    monkeypatch.setattr(engine_module, "Engine", None)
+    monkeypatch.setattr(single, "Engine", None)
     (tmp_path / taken).write_text("mine")
     with pytest.raises(UserError, match=r"overwrite=true"):
         generate(config_for(model, tmp_path / "a.mp4"))

@@ -65,10 +65,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "generate": Command(
         cfg.GenerateConfig,
-        "videoqat.generation.engine:generate",
-        "generate one video with any recipe; a .json beside it says what ran",
+        "videoqat.generation.batch:generate",
+        "generate a video, or one for each line of a file, with any recipe; a .json beside each says what ran",
         'videoqat generate model=tiny-wan-qat prompt="a sneaker moves left" out=sneaker.mp4',
-        "videoqat.generation.engine:plan",
+        "videoqat.generation.batch:plan",
     ),
     "compare": Command(
         cfg.CompareConfig,

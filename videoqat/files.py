@@ -70,6 +70,12 @@ def write_json(path: str | Path, data: Any) -> None:
         aside.write_text(json.dumps(data, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def file_stats(folder: str | Path) -> dict[str, list[int]]:
+    """Size and modification time (ns) of every file in a folder: whether it is still the one that was used, without reading gigabytes of weights."""
+    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+
+
 def sync_folder(path: str | Path) -> None:
     """Flushes a folder itself to disk: a rename, or a new file's name, is there only when its folder is."""
     handle = os.open(path, os.O_RDONLY)

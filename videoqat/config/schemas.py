@@ -83,22 +83,40 @@ class PreprocessConfig:
 
 @dataclass
 class GenerateConfig:
-    """One video."""
+    """One video: `prompt="..." out=FILE.mp4`. Or many: `prompts=FILE out=FOLDER`; under torchrun, processes share them out.
+
+    FILE is .txt (one prompt a line, # starts a comment line), .csv (with a header) or .jsonl. The latter two have `prompt` and, if wanted, seed,
+    num_frames, height, width, fps, num_inference_steps, guidance_scale, negative_prompt and flow_shift of each line, which override `sampling.*`.
+    FOLDER gets {prompt}-{index}.mp4, a .json beside each, manifest.json and, where some failed, failed.jsonl. The same command again makes what is
+    missing. A video's seed is seed + (number of its prompt, from 0) * samples_per_prompt + index; a line's own seed replaces the first two.
+    """
 
     model: str = MISSING  # a diffusers folder, exported by videoqat or not
     recipe: str = "checkpoint"  # checkpoint: the one in the folder's videoqat.json (bf16 if there is none); else a recipe's name or file
-    prompt: str = MISSING
+    prompt: str = ""
+    prompts: str = ""  # a file of them, instead of one
+    samples_per_prompt: int = 1  # of a prompt in the file
     seed: int = 0
-    out: str = MISSING  # the .mp4 file; a .json with the receipt is written beside it
+    out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
     overwrite: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def validate(self) -> None:
         existing("model", self.model, folder=True)
-        require(bool(self.prompt.strip()), "prompt", self.prompt, "some text")
-        require(self.out.endswith(".mp4"), "out", self.out, "a path that ends in .mp4")
-        require(self.overwrite or not Path(self.out).exists(), "out", self.out, "a file that is not there yet, or overwrite=true")
+        if self.prompts:
+            require(not self.prompt, "prompt", self.prompt, "nothing where prompts=FILE is given: one of the two")
+            existing("prompts", self.prompts)
+            choice("prompts: the file's ending", Path(self.prompts).suffix.lower(), (".txt", ".csv", ".jsonl"))
+            require(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
+            require(self.seed >= 0, "seed", self.seed, "0 or more")
+            folder = not self.out.endswith(".mp4") and not Path(self.out).is_file()
+            require(folder, "out", self.out, "a folder where prompts=FILE is given")
+        else:
+            require(bool(self.prompt.strip()), "prompt", self.prompt, "some text, or prompts=FILE with many")
+            require(self.samples_per_prompt == 1, "samples_per_prompt", self.samples_per_prompt, "1 without prompts=FILE")
+            require(self.out.endswith(".mp4"), "out", self.out, "a path that ends in .mp4, or a folder where prompts=FILE is given")
+            require(self.overwrite or not Path(self.out).exists(), "out", self.out, "a file that is not there yet, or overwrite=true")
         if self.recipe != "checkpoint":
             get_recipe(self.recipe)
         self.sampling.validate()

@@ -14,9 +14,7 @@ first one writes index and report. A sample is the same whoever made it, so the 
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -34,13 +32,13 @@ from videoqat.console import progress, say
 from videoqat.data.clips import SUFFIXES, ClipEntry, ClipProblem, decode_to_bucket, find_clips, reason
 from videoqat.data.dataset import INDEX, INDEX_FORMAT
 from videoqat.data.shards import ShardStore, all_finite
-from videoqat.errors import CheckpointError, DataError, UserError
-from videoqat.files import writable_folder, write_json
+from videoqat.errors import CheckpointError, DataError
+from videoqat.files import write_json
 from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
-from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
+from videoqat.parallel.folder import check_ours, sole_user
+from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance
 
-LONGEST_WAIT_S = 7 * 24 * 3600
 MARK = ".videoqat-cache"  # says that the folder is ours to change, and is what its lock hangs on
 
 T = TypeVar("T")
@@ -133,7 +131,7 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
     config.validate()
     family, geometry, buckets = _checked_geometry(config)
     family.text_tokens(config.model.path, config.max_text_tokens)
-    _check_out(Path(config.out))
+    check_ours(Path(config.out), MARK, "preprocess")
     entries = find_clips(config.source)
     skipped = [entry for entry in entries if entry.problem]
     if len(skipped) == len(entries):
@@ -161,7 +159,7 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
     family, geometry, buckets = _checked_geometry(config)
     device, dtype = config.runtime.resolve()
     out = Path(config.out)
-    _check_out(out)
+    check_ours(out, MARK, "preprocess")
     entries = find_clips(config.source)
     if all(entry.problem for entry in entries):
         raise _nothing_usable(config.source, entries)
@@ -175,17 +173,13 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
         "format": INDEX_FORMAT,
     }
     settings["settings_key"] = _digest(settings)
-    # A process with long clips may come hours after the others; one that ends is noticed at once.
-    with open_mesh(ParallelConfig(start_timeout_s=LONGEST_WAIT_S), device) as mesh, collective_errors("preprocess"), _sole_user(out, mesh):
+    patient = ParallelConfig(start_timeout_s=LONGEST_WAIT_S)
+    with open_mesh(patient, device) as mesh, collective_errors("preprocess"), sole_user(out, MARK, "preprocess", mesh):
         mesh.agree({"settings": settings, "clips": [(entry.id, entry.caption) for entry in entries]})
         encode = _Encoder(config.model.path, settings["max_text_tokens"], family, geometry, mesh.device, dtype)
         mine = _make_samples(config, buckets, settings["settings_key"], entries, encode, mesh)
         parts = mesh.gather_objects(mine)
-        result = _merge(config, geometry, buckets, settings, entries, parts) if mesh.rank == 0 else None
-        merged: dict[str, Any] = mesh.gather_objects(result)[0]
-    if isinstance(merged["error"], UserError):
-        raise merged["error"]
-    return merged["result"]  # type: ignore[no-any-return]
+        return mesh.on_rank_zero(lambda: _merge(config, geometry, buckets, settings, entries, parts))
 
 
 @dataclass
@@ -242,7 +236,7 @@ def _merge(
     entries: list[ClipEntry],
     parts: list[_Made],
 ) -> dict[str, Any]:
-    """Report and index of what all processes made; {"result", "error"}, one of them None, since an error has to reach every process."""
+    """Report and index of what all processes made; returns what `preprocess` does."""
     out, device = Path(config.out), str(config.runtime.resolve()[0])
     store = ShardStore(out, config.shard_samples)
     keys, problems = ({place: value for part in parts for place, value in getattr(part, kind).items()} for kind in ("keys", "problems"))
@@ -251,7 +245,7 @@ def _merge(
     skipped = [entry for entry in found if entry.problem]
     _write_report(out, config, entries, skipped, device)
     if not samples:
-        return {"result": None, "error": _nothing_usable(config.source, skipped)}
+        raise _nothing_usable(config.source, skipped)
     null_key = _null_key(settings["settings_key"])
     in_bucket = Counter(store.bucket_of[key] for _, key in samples)
     index: dict[str, Any] = {
@@ -283,41 +277,12 @@ def _merge(
     cut_captions = set().union(*(part.cut_captions for part in parts))
     if cut_captions:
         say(f"{len(cut_captions)} captions are longer than max_text_tokens={settings['max_text_tokens']} and were cut")
-    result = {"out": str(out), "samples": len(samples), "encoded": encoded, "reused": len(samples) - encoded, "skipped": counts}
-    return {"result": result | {"buckets": index["buckets"]}, "error": None}
+    reused = len(samples) - encoded
+    return {"out": str(out), "samples": len(samples), "encoded": encoded, "reused": reused, "skipped": counts, "buckets": index["buckets"]}
 
 
 def _null_key(settings_key: str) -> str:
     return _digest([settings_key, "null text"])
-
-
-def _check_out(out: Path) -> None:
-    """An `out` that is there must be empty or a cache, finished or not."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"out={str(out)!r} is a file; legal: a folder")
-    if any(out.iterdir()) and not (out / MARK).is_file():
-        raise UserError(f"out={str(out)!r} holds something else than a cache; legal: a new or empty folder, or one that preprocess wrote")
-
-
-@contextlib.contextmanager
-def _sole_user(out: Path, mesh: Mesh) -> Iterator[None]:
-    """Makes the folder and keeps other commands out of it, however many processes of this one there are. The lock goes with the process."""
-    with contextlib.ExitStack() as stack:
-        problem = None
-        if mesh.rank == 0:
-            try:
-                handle = stack.enter_context(open(writable_folder("out", out) / MARK, "w"))
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except UserError as error:
-                problem = error
-            except OSError:
-                problem = UserError(f"out={str(out)!r}: another preprocess is at work in this folder")
-        problem = mesh.gather_objects(problem)[0]
-        if problem is not None:
-            raise problem
-        yield
 
 
 def _prepare(

@@ -17,15 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from videoqat.attention.backends import record_receipts, resolve
-from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig, require, to_dict
-from videoqat.console import progress, say
-from videoqat.data.video_io import write_video
-from videoqat.errors import CheckpointError, NonFiniteVideo, UserError
-from videoqat.files import writable_folder, write_json
+from videoqat.attention.backends import record_receipts
+from videoqat.config import RuntimeConfig, SamplingConfig, require
+from videoqat.console import say
+from videoqat.errors import CheckpointError, NonFiniteVideo
 from videoqat.models.install import install, installed_recipe
 from videoqat.models.spec import family_of, read_model_json, read_recipe
-from videoqat.provenance import provenance
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 
@@ -310,55 +307,3 @@ class Engine:
         for doubt in doubts:
             self._warn(doubt)
         return VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts)
-
-
-def plan(config: GenerateConfig) -> dict[str, Any]:
-    """What `generate(config)` would do, checked without loading weights: recipe, sizes, tokens, device and the kernel that would serve.
-
-    Raises:
-        UserError: whatever `generate` would refuse before it loads the model.
-    """
-    config.validate()
-    size = check_sampling(config.model, config.sampling)
-    recipe, warnings = choose_recipe(config.model, config.recipe)
-    device, dtype = config.runtime.resolve()
-    # A kernel that is insisted on is meant for quantised layers (`models.install`).
-    receipt = resolve(recipe, device, dtype, size["head_dim"], config.runtime.kernel if recipe.is_quantised else "auto")
-    sidecar = Path(config.out).with_suffix(".json")
-    if sidecar.exists() and not config.overwrite:
-        raise UserError(f"out={config.out!r}: {sidecar} exists; legal: a name not taken yet, or overwrite=true")
-    return {**size, "recipe": recipe.to_dict(), "device": str(device), "dtype": str(dtype), "receipt": receipt.to_dict(), "warnings": warnings}
-
-
-def generate(config: GenerateConfig) -> dict[str, Any]:
-    """Writes one video to `config.out` (mp4), and a .json of the same name with all it takes to make it again and what really ran.
-
-    Returns:
-        What the .json holds: `video`, `config`, `recipe`, `receipts`, `timings`, `warnings`, `provenance`.
-
-    Raises:
-        UserError: bad configuration or input; nothing is written.
-        NonFiniteVideo: the model yielded NaN or inf; nothing is written.
-    """
-    planned = plan(config)
-    writable_folder("out", Path(config.out).parent)
-    engine = Engine(config.model, config.runtime)
-    with progress(total=config.sampling.num_inference_steps, desc="denoising", unit="step") as bar:
-        result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=lambda *_: bar.update())
-    record = {
-        "video": config.out,
-        "config": to_dict(config),
-        "recipe": result.recipe.to_dict(),
-        "receipts": result.receipts,
-        "timings": result.timings,
-        "warnings": result.warnings,
-        "num_tokens": planned["num_tokens"],
-        "max_text_tokens": text_tokens(config.model, config.sampling),
-        "dtype": planned["dtype"],
-        "provenance": provenance(str(engine.device)),
-    }
-    sidecar = Path(config.out).with_suffix(".json")
-    sidecar.unlink(missing_ok=True)  # an older video's record must never stand beside this one
-    write_video(config.out, result.frames, config.sampling.fps)
-    write_json(sidecar, record)
-    return record

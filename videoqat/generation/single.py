@@ -1,0 +1,99 @@
+"""One video as a file, and beside it all it takes to make it again: `videoqat generate prompt=... out=x.mp4`."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from videoqat.attention.backends import resolve
+from videoqat.config import GenerateConfig, to_dict
+from videoqat.console import progress
+from videoqat.data.precompute import file_hash
+from videoqat.data.video_io import write_video
+from videoqat.errors import UserError
+from videoqat.files import file_stats, writable_folder, write_json
+from videoqat.generation.engine import Engine, check_sampling, choose_recipe, text_tokens
+from videoqat.provenance import provenance
+
+
+def plan(config: GenerateConfig) -> dict[str, Any]:
+    """What `generate(config)` would do, checked without loading weights: recipe, sizes, tokens, device and the kernel that would serve.
+
+    Raises:
+        UserError: whatever `generate` would refuse before it loads the model.
+    """
+    config.validate()
+    size = check_sampling(config.model, config.sampling)
+    sidecar = Path(config.out).with_suffix(".json")
+    if sidecar.exists() and not config.overwrite:
+        raise UserError(f"out={config.out!r}: {sidecar} exists; legal: a name not taken yet, or overwrite=true")
+    return {**size, **plan_attention(config, size["head_dim"])}
+
+
+def plan_attention(config: GenerateConfig, head_dim: int) -> dict[str, Any]:
+    """By what recipe, on what device, in what dtype and by which kernel a model with heads of `head_dim` would run, and warnings.
+
+    Raises:
+        UserError: it can't run so.
+    """
+    recipe, warnings = choose_recipe(config.model, config.recipe)
+    device, dtype = config.runtime.resolve()
+    # A kernel that is insisted on is meant for quantised layers (`models.install`).
+    receipt = resolve(recipe, device, dtype, head_dim, config.runtime.kernel if recipe.is_quantised else "auto")
+    return {"recipe": recipe.to_dict(), "device": str(device), "dtype": str(dtype), "receipt": receipt.to_dict(), "warnings": warnings}
+
+
+def generate(config: GenerateConfig) -> dict[str, Any]:
+    """Writes one video to `config.out` (mp4), and a .json of the same name with all it takes to make it again and what really ran.
+
+    Returns:
+        What the .json holds: `video`, `video_sha256`, `config`, `model_fingerprint`, `recipe`, `receipts`, `timings`, `warnings`, `num_tokens`,
+        `max_text_tokens`, `dtype`, `provenance`.
+
+    Raises:
+        UserError: bad configuration or input; nothing is written.
+        NonFiniteVideo: the model yielded NaN or inf; nothing is written.
+    """
+    plan(config)
+    writable_folder("out", Path(config.out).parent)
+    fingerprint = model_fingerprint(config.model)
+    engine = Engine(config.model, config.runtime)
+    with progress(total=config.sampling.num_inference_steps, desc="denoising", unit="step") as bar:
+        return render(engine, config, fingerprint, lambda *_: bar.update())
+
+
+def model_fingerprint(folder: str | Path) -> str:
+    """Hash of names, sizes and times of a model folder's files: another one after any change."""
+    return hashlib.sha256(json.dumps(file_stats(folder), sort_keys=True).encode()).hexdigest()
+
+
+def render(engine: Engine, config: GenerateConfig, fingerprint: str, on_step: Callable[[int, int], None]) -> dict[str, Any]:
+    """Writes the one video that `config` describes with an engine of its model; see `generate`.
+
+    Args:
+        engine: of config.model.
+        config: `prompt` and `out` are those of the video.
+        fingerprint: the model's (`model_fingerprint`), from before it was loaded.
+        on_step: as in `Engine.generate`.
+    """
+    result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=on_step)
+    sidecar = Path(config.out).with_suffix(".json")
+    sidecar.unlink(missing_ok=True)  # an older video's record must never stand beside this one
+    write_video(config.out, result.frames, config.sampling.fps)
+    record = {
+        "video": config.out,
+        "video_sha256": file_hash(Path(config.out)),
+        "config": to_dict(config),
+        "model_fingerprint": fingerprint,
+        "recipe": result.recipe.to_dict(),
+        "receipts": result.receipts,
+        "timings": result.timings,
+        "warnings": result.warnings,
+        "num_tokens": check_sampling(config.model, config.sampling)["num_tokens"],
+        "max_text_tokens": text_tokens(config.model, config.sampling),
+        "dtype": str(engine.dtype),
+        "provenance": provenance(str(engine.device)),
+    }
+    write_json(sidecar, record)
+    return record
