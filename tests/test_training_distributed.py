@@ -43,7 +43,6 @@ LOOKS: dict[str, Any] = {
     "validation__prompts": ["a bag moves up", "a dress moves left", "a sneaker moves left"],
     "validation__sampling": SamplingConfig(num_frames=5, height=32, width=32, num_inference_steps=2),
     "train__health_every": 2,
-    "train__profile_every": 2,
 }
 
 
@@ -123,9 +122,9 @@ def test_logs_are_those_of_one_process(runs: dict[str, Any], layout: str) -> Non
         assert row["tokens_per_second"] * row["step_time"] == pytest.approx(4 * 32)  # of all ranks, and a divided sequence counts once
         assert sum(row[f"{part}_seconds"] for part in ("data", "forward", "backward", "optimizer")) == pytest.approx(row["step_time"])
     traced = [row["step"] for row in rows if "communication_seconds" in row]
-    assert traced == [2, 3]  # every second, and the session's third
-    assert all(0 <= row["communication_exposed_seconds"] <= row["communication_seconds"] for row in rows[1:])
-    assert all(row["communication_seconds"] > 0 for row in rows[1:])
+    assert traced == [3]  # of each session
+    assert 0 <= rows[2]["communication_exposed_seconds"] <= rows[2]["communication_seconds"]
+    assert rows[2]["communication_seconds"] > 0
     assert not any("communication_seconds" in row for row in expected)
     sessions = json.loads((Path(runs[layout].out) / "provenance.json").read_text())["sessions"]
     assert [session["layout"][:1] for session in sessions] == ["2"]
@@ -233,8 +232,8 @@ def stops(config: Any) -> dict[str, Any]:
 
 def test_what_goes_wrong_on_one_rank_ends_all_with_its_reason(run_config: Callable[..., Any]) -> None:
     harms = ("other_seed", "other_version", "full_disk", "bad_numbers", "shard_lost")
-    configs = {harm: run_config(harm, train__save_every=1, train__keep_last=9, train__steps=4) for harm in harms}
-    stopping = run_config("stopping", train__steps=9)
+    configs = {harm: run_config(harm, train__save_every=1, train__keep_last=9, train__steps=4, train__profile_every=0) for harm in harms}
+    stopping = run_config("stopping", train__steps=9, train__profile_every=0)
     *errors, stopped = on_two_ranks(*((fails, configs[harm], harm) for harm in harms), (stops, stopping))
 
     found = dict(zip(harms, errors, strict=True))
