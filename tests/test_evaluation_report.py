@@ -14,8 +14,8 @@ from videoqat.evaluation import charts
 from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.fidelity import fidelity, flicker, summarise
 from videoqat.evaluation.report import write_report
-from videoqat.evaluation.validation import summarise as summarise_losses
 from videoqat.recipes import RECIPES
+from videoqat.training.validation import summarise as summarise_losses
 
 HOSTILE = """</title><script>alert("x")</script> & 'quotes' <img src=x onerror=alert(1)> {{ 7 * 7 }} $x^2$ http://evil.example"""
 
@@ -89,6 +89,7 @@ def make_report(out, *, prompt=HOSTILE, name="FP4 <b>", validation=True, emulate
             "device": "CPU",
         },
         "commits": ["c0ffee"],
+        "ranks": [1],
     }
     (out / "report.json").write_text(json.dumps(report, allow_nan=False))
     return report

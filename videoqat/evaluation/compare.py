@@ -6,6 +6,9 @@ two renderings is the floor beside which the others' PSNR and SSIM are to be rea
 The output folder holds `videos/`, `report.json` and `report.html`, and what makes an interrupted comparison go on where it stopped:
 `settings.json` (what everything in the folder was made with; a comparison with other settings is refused) and `parts/` (one file for each
 finished measurement).
+
+Under torchrun each process renders every world-size-th (prompt, seed) under all entries, so that it has the reference's frames itself, and the
+processes share out the forwards of the validation loss. Timings are of each process's own device; the report says how many there were.
 """
 
 import dataclasses
@@ -15,14 +18,14 @@ import re
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from videoqat.attention.backends import resolve
-from videoqat.config import CompareConfig, CompareEntry, to_dict
+from videoqat.config import CompareConfig, CompareEntry, ParallelConfig, to_dict
 from videoqat.console import progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.data.video_io import write_video
@@ -31,15 +34,25 @@ from videoqat.evaluation import fidelity
 from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
-from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.files import atomic_path, file_stats, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_sampling, choose_recipe
+from videoqat.generation.prompts import read_prompts
 from videoqat.models.spec import family_of
+from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
 from videoqat.provenance import commit, device_name, provenance, versions
 from videoqat.recipes import get_recipe
 from videoqat.training import validation
 from videoqat.training.objective import resolve as resolve_objective
 
 WARM_UP_STEPS = 3  # denoising steps of the untimed first video; its attention inputs are where errors per layer are measured
+
+
+class _Todo(NamedTuple):
+    """Videos that are missing, and entries (their indices) whose errors by layer or losses are."""
+
+    videos: list["Task"]
+    layers: list[int]
+    losses: list[int]
 
 
 @dataclass(frozen=True)
@@ -57,28 +70,6 @@ class Task:
         return f"prompt{self.prompt:03d}-seed{self.seed}"
 
 
-def read_prompts(path: str | Path) -> list[str]:
-    """The prompts in a text file: one a line, `#` starts a comment line; empty lines, and prompts that were there before, don't count.
-
-    Raises:
-        UserError: not a text file in UTF-8, or no prompt in it.
-    """
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"prompts={str(path)!r} can't be read as UTF-8 text: {error}") from error
-    prompts = [line.strip() for line in lines if line.strip() and not line.strip().startswith("#")]
-    if not prompts:
-        raise UserError(f"prompts={str(path)!r} holds no prompt; legal: one prompt a line, # starts a comment")
-    return list(dict.fromkeys(prompts))
-
-
-def _fingerprint(folder: str) -> dict[str, list[int]]:
-    """Size and modification time of every file in a folder: whether it is still the one that was measured, without reading its weights."""
-    files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-
-
 def _settings(config: CompareConfig, prompts: list[str]) -> dict[str, Any]:
     """Everything that results depend on, as JSON gives it back. Of the prompts the content counts, not where their file lies."""
     device, dtype = config.runtime.resolve()
@@ -87,7 +78,7 @@ def _settings(config: CompareConfig, prompts: list[str]) -> dict[str, Any]:
         **{key: value for key, value in to_dict(config).items() if key not in ("out", "prompts")},
         "prompts": prompts,
         "recipes": {entry.recipe: get_recipe(entry.recipe).to_dict() for entry in config.entries},
-        "files": {folder: _fingerprint(folder) for folder in folders},
+        "files": {folder: file_stats(folder) for folder in folders},
         "device": device_name(str(device)),
         "dtype": str(dtype),
         "versions": versions(),
@@ -156,8 +147,9 @@ def plan(config: CompareConfig) -> dict[str, Any]:
 class Comparison:
     """The work of one `compare` call: what there is to do, what is done already (on disk), and how to do it."""
 
-    def __init__(self, config: CompareConfig) -> None:
+    def __init__(self, config: CompareConfig, mesh: Mesh) -> None:
         self.config = config
+        self.mesh = mesh
         self.out = Path(config.out)
         self.prompts = read_prompts(config.prompts)
         self.settings = _settings(config, self.prompts)
@@ -167,6 +159,7 @@ class Comparison:
         scenes = [(prompt, seed) for prompt in range(len(self.prompts)) for seed in config.seeds]
         self.tasks = [Task(i, prompt, seed) for i in range(len(config.entries)) for prompt, seed in scenes]
         self.tasks += [Task(0, prompt, seed, repeat=True) for prompt, seed in scenes]
+        self.mine = {Task(0, prompt, seed).scene for prompt, seed in scenes[mesh.rank :: mesh.world_size]}
         self.bar: Any = None
 
     def _slug(self, index: int) -> str:
@@ -203,54 +196,68 @@ class Comparison:
     def _losses(self, index: int) -> Path:
         return self._part(f"{self._slug(index)}-losses.json")
 
-    def _unfinished(self, index: int, tasks: list[Task]) -> bool:
-        losses = self.cache is None or self._losses(index).is_file()
-        return not (losses and self._layers(index).is_file()) or any(task.entry == index for task in tasks)
+    def _todo(self) -> _Todo:
+        entries = range(len(self.config.entries))
+        layers = [index for index in entries if not self._layers(index).is_file()]
+        losses = [index for index in entries if self.cache is not None and not self._losses(index).is_file()]
+        return _Todo(self.missing(), layers, losses)
 
     def run(self) -> None:
-        """Renders and measures all that is missing. Each model folder is loaded once; the reference's comes first."""
-        tasks = self.missing()
-        todo: dict[str, list[int]] = {}
+        """Renders and measures all that is missing. Each model folder is loaded once; the reference's comes first. Collective."""
+        todo = self.mesh.on_rank_zero(self._todo)  # on one rank, since others may already have finished something when this one looks
+        if len(todo.videos) < len(self.tasks):
+            say(f"{len(self.tasks) - len(todo.videos)} of {len(self.tasks)} videos are there already under the same settings")
+        tasks = [task for task in todo.videos if task.scene in self.mine]
+        layers = todo.layers if self.mesh.rank == 0 else []
+        folders: dict[str, list[int]] = {}
         for index, entry in enumerate(self.config.entries):
-            if self._unfinished(index, tasks):
-                todo.setdefault(entry.model, []).append(index)
-        if len(tasks) < len(self.tasks):
-            say(f"{len(self.tasks) - len(tasks)} of {len(self.tasks)} videos are there already under the same settings")
-        if not todo:
+            if index in layers or index in todo.losses or any(task.entry == index for task in tasks):
+                folders.setdefault(entry.model, []).append(index)
+        if not folders:
             return
         with progress(total=len(tasks) * self.config.sampling.num_inference_steps, desc="videos", unit="step") as self.bar:
-            for folder, indices in todo.items():
+            for folder, indices in folders.items():
                 say(f"loading {folder}")
-                engine = Engine(folder, self.config.runtime)
+                engine = Engine(folder, dataclasses.replace(self.config.runtime, device=str(self.mesh.device)))
                 for index in indices:
-                    self._run_entry(engine, index, [task for task in tasks if task.entry == index])
+                    self._render_entry(engine, index, [task for task in tasks if task.entry == index], index in layers)
+                    if index in todo.losses:
+                        self._measure_losses(engine, index)
                 del engine
                 gc.collect()
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 
-    def _run_entry(self, engine: Engine, index: int, tasks: list[Task]) -> None:
+    def _render_entry(self, engine: Engine, index: int, tasks: list[Task], layers: bool) -> None:
         entry = self.config.entries[index]
-        if tasks or not self._layers(index).is_file():
+        if tasks or layers:
             self.bar.set_description(f"{entry.name}: warm-up")
-            write_json(self._layers(index), self._warm_up(engine, entry))
+            errors = self._warm_up(engine, entry)
+            if layers:
+                write_json(self._layers(index), errors)
         for task in tasks:
             self.bar.set_description(f"{entry.name}: prompt {task.prompt + 1} of {len(self.prompts)}, seed {task.seed}")
             prompt, sampling = self.prompts[task.prompt], self.config.sampling
             result = engine.generate(prompt, task.seed, sampling, entry.recipe, on_step=lambda *_: self.bar.update())
             self._keep(task, result)
-        if self.cache is not None and not self._losses(index).is_file():
-            engine.install(get_recipe(entry.recipe))
-            values = validation.paired_losses(
-                engine.family,
-                engine.folder,
-                engine.transformers,
-                self.cache,
-                resolve_objective(self.config.objective, self._schedule),
-                samples=validation.choose_samples(len(self.cache), self.config.validation_samples),
-                num_times=self.config.validation_timesteps,
-                desc=f"{entry.name}: validation loss",
-            )
+
+    def _measure_losses(self, engine: Engine, index: int) -> None:
+        """Collective: every rank computes its part of the entry's losses."""
+        entry = self.config.entries[index]
+        assert self.cache is not None
+        engine.install(get_recipe(entry.recipe))
+        values = validation.paired_losses(
+            engine.family,
+            engine.folder,
+            engine.transformers,
+            self.cache,
+            resolve_objective(self.config.objective, self._schedule),
+            samples=validation.choose_samples(len(self.cache), self.config.validation_samples),
+            num_times=self.config.validation_timesteps,
+            mesh=self.mesh,
+            desc=f"{entry.name}: validation loss",
+        )
+        if self.mesh.rank == 0:
             write_json(self._losses(index), values.tolist())
 
     def _warm_up(self, engine: Engine, entry: CompareEntry) -> dict[str, dict[str, float]]:
@@ -282,6 +289,7 @@ class Comparison:
             "flicker": fidelity.flicker(result.frames),
             "fidelity": against_first,
             "commit": commit(),
+            "ranks": self.mesh.world_size,
         }
         write_json(self.record(task), record)
 
@@ -323,6 +331,7 @@ class Comparison:
             "settings": {key: value for key, value in self.settings.items() if key != "files"},
             "provenance": provenance(str(device)),
             "commits": sorted({r["commit"] for r in records}),
+            "ranks": sorted({r.get("ranks", 1) for r in records}),  # records of earlier versions don't tell
         }
 
 
@@ -340,7 +349,7 @@ def _distinct(receipts: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def compare(config: CompareConfig) -> dict[str, Any]:
-    """Renders, measures and reports; goes on where an interrupted comparison with the same settings stopped.
+    """Renders, measures and reports; goes on where an interrupted comparison with the same settings stopped. Under torchrun processes share the work.
 
     Returns:
         What report.json holds (see `Comparison.report`), and `report_html`, `report_json`: where the two are.
@@ -348,12 +357,22 @@ def compare(config: CompareConfig) -> dict[str, Any]:
     Raises:
         UserError: bad configuration or input, or `out` holds something else; nothing is overwritten.
         NonFiniteVideo: an entry yields NaN or inf; what is finished stays.
+        WorkerLost: under torchrun, another process ended; what is finished stays, and the same command goes on from there.
     """
     plan(config)
-    out = writable_folder("out", config.out)
-    comparison = Comparison(config)
-    write_json(out / "settings.json", comparison.settings)
-    comparison.run()
+    patient = ParallelConfig(start_timeout_s=LONGEST_WAIT_S)
+    with open_mesh(patient, config.runtime.resolve()[0]) as mesh, collective_errors("compare"):
+        comparison = Comparison(config, mesh)
+        sizes = {folder: {name: size for name, (size, _) in stats.items()} for folder, stats in comparison.settings["files"].items()}
+        mesh.agree(comparison.settings | {"files": sizes})  # their times may differ where each host has its own copy
+        mesh.on_rank_zero(lambda: write_json(writable_folder("out", config.out) / "settings.json", comparison.settings))
+        comparison.run()
+        mesh.barrier()
+        return mesh.on_rank_zero(lambda: _report(comparison))
+
+
+def _report(comparison: Comparison) -> dict[str, Any]:
+    out = comparison.out
     report = comparison.report()
     write_json(out / "report.json", report)
     html = write_report(out)

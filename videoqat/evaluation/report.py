@@ -96,6 +96,9 @@ def _caveats(report: dict[str, Any]) -> list[str]:
         caveats.append("No validation loss: the comparison was not given a validation_cache.")
     elif report["entries"][0]["validation"]["ci95"] is None:
         caveats.append("One validation clip gives no interval: the differences of the validation loss may be luck.")
+    if report["ranks"] != [1]:
+        ranks = " or ".join(map(str, report["ranks"]))
+        caveats.append(f"The videos were rendered by {ranks} processes at the same time; latencies are those of each process's own device.")
     if len(report["commits"]) > 1:
         caveats.append(f"The videos were rendered by several versions of the code: {', '.join(report['commits'])}.")
     return caveats
