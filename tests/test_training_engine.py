@@ -21,6 +21,8 @@ from videoqat.training.engines import make_engine
 from videoqat.training.optim import Ema
 
 CPU = torch.device("cpu")
+
+
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("wan")

@@ -52,7 +52,9 @@ def steps(engine: Any, job: Any, mesh: Mesh, rates: list[float]) -> list[tuple[f
     return rows
 
 
-def engine_run(folder: Path, layout: tuple[int, int, int], out: Path | None = None, start: Path | None = None, stage: int = 0, **changes: Any) -> Found:
+def engine_run(
+    folder: Path, layout: tuple[int, int, int], out: Path | None = None, start: Path | None = None, stage: int = 0, **changes: Any
+) -> Found:
     """On one rank: two steps, saved to `out`, then two steps on; or, from checkpoint `start`, only these. `stage`: of ZeRO, 0 for FSDP."""
     replicate, shard, sp = layout
     parallel = ParallelConfig(dp_replicate=replicate, dp_shard=shard, sp=sp)

@@ -149,6 +149,8 @@ class TrainConfig:
     def validate(self) -> None:
         for part in (self.model, self.objective, self.optimizer, self.train, self.parallel, self.validation, self.runtime):
             part.validate()
+        legal = "false with parallel.engine=deepspeed: ZeRO's hooks and the casting of weights happen within blocks, and leave nothing to compile"
+        require(not (self.train.compile and self.parallel.engine == "deepspeed"), "train.compile", True, legal)
         existing("cache", self.cache, folder=True)
         get_recipe(self.recipe)
 

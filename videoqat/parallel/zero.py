@@ -7,6 +7,7 @@ that follows the mesh. Nothing of it is imported unless `parallel.engine=deepspe
 import importlib
 import logging
 import os
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +49,8 @@ def connect(mesh: "Mesh") -> None:
     if not deepspeed.comm.is_initialized():
         deepspeed.comm.init_distributed()  # finds torch's process group, and starts none
     deepspeed.utils.groups._WORLD_GROUP = mesh.fsdp_mesh.get_group()
+    # It calls torch's collectives by names that torch is giving up.
+    warnings.filterwarnings("ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning)
 
 
 def all_to_all(x: Tensor, group: str) -> Tensor:
@@ -58,5 +61,6 @@ def all_to_all(x: Tensor, group: str) -> Tensor:
     from deepspeed.sequence.layer import _SeqAllToAll
 
     heads, tokens, batch = 2, 0, 1
-    out: Tensor = _SeqAllToAll.apply(_resolve_process_group(group), x.reshape(1, 1, x.shape[0], -1), heads, tokens, batch)
+    ranks = _resolve_process_group(group)  # type: ignore[arg-type]
+    out: Tensor = _SeqAllToAll.apply(ranks, x.reshape(1, 1, x.shape[0], -1), heads, tokens, batch)
     return out.reshape(x.shape)

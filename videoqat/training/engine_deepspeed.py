@@ -1,8 +1,8 @@
 """Training by DeepSpeed's ZeRO: the same model, arithmetic and checkpoints as with FSDP2, with sharding, reduction and step by DeepSpeed.
 
-ZeRO shards flat: the trained parameters are laid out one behind the other (in stage 3 each by itself), and every rank holds a range of numbers. Master
-weights, gradients, moments and the average of the weights lie alike in it (`_Part`). Checkpoints hold whole parameters in rows, so each one is put
-together, and cut again, when a checkpoint is written or read; one at a time.
+ZeRO shards flat: the trained parameters are laid out one behind the other (in stage 3 each by itself), and every rank holds a range of numbers.
+Master weights, gradients, moments and the average of the weights lie alike in it (`_Part`). Checkpoints hold whole parameters in rows, so each one is
+put together, and cut again, when a checkpoint is written or read; one at a time.
 
 ZeRO's own mixed precision rounds every weight to bf16, also those that diffusers keeps in fp32, and sums gradients of stage 1 in another optimiser.
 So ZeRO is told of fp32 only, and each module casts its weights when it runs: gradients are those of FSDP2's policy, and are reduced in fp32.
@@ -119,8 +119,8 @@ class DeepSpeedEngine:
             self._unreached = None  # what the first step doesn't reach, none will
             if unreached:
                 raise ConfigError(
-                    f"train.trainable includes {unreached[0]} ({len(unreached)} such in all), which training never reaches; ZeRO would decay its weights "
-                    "with the others', AdamW doesn't; legal with parallel.engine=deepspeed: patterns without it, or optimizer.weight_decay=0"
+                    f"train.trainable includes {unreached[0]} ({len(unreached)} such in all), which training never reaches; ZeRO would decay its "
+                    "weights with the others', AdamW doesn't; legal with parallel.engine=deepspeed: patterns without it, or optimizer.weight_decay=0"
                 )
         squared = torch.nn.utils.get_total_norm(self.gradients).square().to(self.mesh.device)
         dist.all_reduce(squared, group=self.group)

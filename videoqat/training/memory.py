@@ -31,6 +31,7 @@ from videoqat.console import say
 from videoqat.parallel.mesh import Layout
 from videoqat.provenance import device_name
 from videoqat.recipes import AttentionRecipe
+from videoqat.training.engine_deepspeed import BUCKET
 from videoqat.training.job import Job
 from videoqat.training.throughput import AttentionCall, ForwardCost, forward_cost, job_cost
 
@@ -53,7 +54,7 @@ def memory_per_gpu(
         kernel: of the quantised layers (a key of `backends.KERNELS`).
     """
     width = 2 if loop.compute_dtype == "bfloat16" else 4
-    parts = _zero(cost, layout, parallel, width, ema) if parallel.engine == "deepspeed" else _fsdp(cost, layout, width, ema)
+    parts = _zero(cost, layout, loop, parallel, width, ema) if parallel.engine == "deepspeed" else _fsdp(cost, layout, width, ema)
     parts["activations"] = _activations(cost, recipe, layout, loop, kernel, width)
     return parts | {"total": sum(parts.values())}
 
@@ -71,17 +72,23 @@ def _fsdp(cost: ForwardCost, layout: Layout, width: int, ema: bool) -> dict[str,
     }
 
 
-def _zero(cost: ForwardCost, layout: Layout, parallel: ParallelConfig, width: int, ema: bool) -> dict[str, int]:
-    """ZeRO runs on fp32 weights (whole in stages 1 and 2), from which each module makes copies in the compute dtype; its optimiser has its own."""
+def _zero(cost: ForwardCost, layout: Layout, loop: LoopConfig, parallel: ParallelConfig, width: int, ema: bool) -> dict[str, int]:
+    """ZeRO's weights are fp32, whole in stages 1 and 2 besides the shard that AdamW works on, and are cast where they are used.
+
+    Autograd keeps what a block used for its backward: the cast weights or, in fp32 and stage 3, those that were gathered; of all blocks at once
+    where none is computed again.
+    """
     ranks, stage = layout.world_size, parallel.zero_stage
-    in_use = 2 * cost.block_parameters + cost.outer_parameters
-    gathered = 4 * min(cost.parameters, in_use) if stage == 3 else 0
+    used = cost.parameters if loop.activation_checkpointing == "none" else min(cost.parameters, cost.block_parameters + cost.outer_parameters)
+    gathered = 4 * min(cost.parameters, 2 * cost.block_parameters + cost.outer_parameters) if stage == 3 else 0
+    kept = width * used if width == 2 or stage == 3 else 0
+    leaving = (width + 4) * cost.block_parameters + 8 * min(BUCKET, cost.trained) if cost.trained else 0
     return {
-        "weights": 4 * cost.parameters // (ranks if stage == 3 else 1) + 4 * cost.trained // ranks,
+        "weights": 4 * cost.parameters // ranks if stage == 3 else 4 * cost.parameters + 4 * cost.trained // ranks,
         "gradients": 4 * cost.trained // (ranks if stage >= 2 else 1),
         "moments": 8 * cost.trained // ranks,
         "ema": 4 * cost.trained // ranks if ema else 0,
-        "gathered": gathered + (width + 8) * cost.block_parameters,
+        "gathered": (gathered + kept if width == 2 else max(gathered, kept)) + leaving,
     }
 
 
