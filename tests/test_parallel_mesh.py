@@ -2,6 +2,9 @@
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -219,6 +222,35 @@ def _end_by(error: str) -> str:
 def test_ranks_that_end_by_the_same_error_each_say_it() -> None:
     for outcome in outcomes(_end_by, 2, "all alike"):
         assert "UserError: all alike" in outcome.error
+
+
+SAME_ERROR = """
+import torch
+from videoqat.config import ParallelConfig
+from videoqat.errors import UserError
+from videoqat.parallel.mesh import open_mesh
+try:
+    with open_mesh(ParallelConfig(), torch.device("cpu")) as mesh:
+        mesh.barrier()
+        raise UserError("all alike")
+except UserError:
+    raise SystemExit(2)
+"""
+
+
+@pytest.mark.dist
+def test_exit_codes_survive_the_end_of_the_interpreter() -> None:
+    """A whole process, since a thread that comes back from C++ while Python shuts down aborts it; `run_ranks` ends its processes before that."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        launched = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **launched}
+        processes.append(subprocess.Popen([sys.executable, "-c", SAME_ERROR], env=environment, stderr=subprocess.PIPE, text=True))
+    said = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [2, 2], said
 
 
 def _stay_away() -> str:
