@@ -11,6 +11,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels on the CPU; it is read when they are imported
 
+# DeepSpeed takes one kind of device in a process, at its import, and transformers imports it where it is installed. Its tests run on the CPU.
+os.environ["DS_ACCELERATOR"] = "cpu"
+
 if TYPE_CHECKING:
     from videoqat.config import TrainConfig
 

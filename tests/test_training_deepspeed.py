@@ -3,6 +3,8 @@ in test_parallel_equality.py."""
 
 import gc
 import math
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from helpers.steps import RATES, SETTINGS, Found, assert_same_training, engine_r
 from helpers.training import tiny_config
 from torch import Tensor
 
-from videoqat.config import ExampleModelConfig, ParallelConfig
+from videoqat.config import ExampleModelConfig, ParallelConfig, to_yaml
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models.tiny import build_pipeline
 from videoqat.parallel import exchange, zero
@@ -51,9 +53,10 @@ def on_two_ranks(wan: Path, fsdp: Path, out: Path) -> dict[Any, Any]:
     """On one rank, all that needs two: processes are slow to start."""
     found: dict[Any, Any] = {}
     with open_mesh(ParallelConfig(engine="deepspeed"), CPU) as mesh:
-        for stage in (1, 2, 3):
-            found[stage, "run"] = run_in(mesh, wan, zero_of(stage), out / str(stage), None)
-            found[stage, "restored"] = run_in(mesh, wan, zero_of(stage), None, out / str(stage) / "step-000002")
+        for stage, mode in ((1, "none"), (2, "full"), (3, "keep_attention")):
+            changes = {"train__activation_checkpointing": mode}
+            found[stage, "run"] = run_in(mesh, wan, zero_of(stage), out / str(stage), None, **changes)
+            found[stage, "restored"] = run_in(mesh, wan, zero_of(stage), None, out / str(stage) / "step-000002", **changes)
         found["from fsdp"] = run_in(mesh, wan, zero_of(2), None, fsdp)
         found["stage 3 from fsdp"] = run_in(mesh, wan, zero_of(3), None, fsdp)
         found["stage 1 from stage 3"] = run_in(mesh, wan, zero_of(1), None, out / "3" / "step-000002")
@@ -219,7 +222,7 @@ def test_parameters_that_training_never_reaches_are_refused(wan: Path) -> None:
 
 
 def test_what_it_can_not_do_is_refused_before_anything_is_loaded(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="train.compile=True is not legal; legal: false with parallel.engine=deepspeed: ZeRO's hooks"):
+    with pytest.raises(ConfigError, match=r"train.compile=True is not legal; legal: false with parallel.engine=deepspeed: ZeRO's hooks"):
         make("run", parallel=zero_of(3), train__compile=True)
     monkeypatch.setenv("DS_ACCELERATOR", "")  # is put back
     with pytest.raises(ConfigError, match="DeepSpeed was imported for cpu in this process, and can't run on meta as well"):
@@ -233,9 +236,33 @@ def test_the_trainer_resumes_an_fsdp_run_with_deepspeed(tiny_pipeline: Path, tin
     for name, parts in {"fsdp": [ParallelConfig()], "both": [ParallelConfig(), zero_of(3)]}.items():
         for i, parallel in enumerate(parts):
             count = 4 if i == len(parts) - 1 else 2
-            changes = {"parallel": parallel, "train__steps": count, "optimizer__ema_decay": 0.9, "train__health_every": 2}
+            changes = {
+                "parallel": parallel,
+                "train__steps": count,
+                "optimizer__ema_decay": 0.9,
+                "train__health_every": 2,
+                "train__activation_checkpointing": "keep_attention",
+            }
             train(tiny_config(tiny_pipeline, tiny_cache, tmp_path / name, **changes))
     ours, theirs = (read_log(tmp_path / name / "log.jsonl") for name in ("both", "fsdp"))
     for row, expected in zip(ours, theirs, strict=True):
         assert row["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_a_gpu(make: Callable[..., Any], tmp_path: Path, stage: int) -> None:
+    """In a process of its own: DeepSpeed knows one kind of device, and in this one that is the CPU (conftest.py)."""
+    gpu = {"runtime__device": "cuda", "train__compute_dtype": "bfloat16", "optimizer__ema_decay": 0.5, "train__activation_checkpointing": "full"}
+    train(make("fsdp", **gpu))
+    config = make("zero", parallel=zero_of(stage), **gpu)
+    (tmp_path / "zero.yaml").write_text(to_yaml(config))
+    environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "videoqat", "train", "--config", str(tmp_path / "zero.yaml")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ours, theirs = (read_log(tmp_path / name / "log.jsonl") for name in ("zero", "fsdp"))
+    for row, expected in zip(ours, theirs, strict=True):
+        assert row["loss"] == pytest.approx(expected["loss"], rel=1e-3)
+        assert row["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-2)

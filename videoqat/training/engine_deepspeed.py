@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
+from torch.utils._python_dispatch import _disable_current_modes
 
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models.spec import check_weights
@@ -53,7 +54,9 @@ class DeepSpeedEngine:
         self.group = mesh.fsdp_mesh.get_group()
         zero.connect(mesh)
         dtype = torch.bfloat16 if config.train.compute_dtype == "bfloat16" else torch.float32
-        self.transformer, _, self.layers = prepare(job, mesh, zero.all_to_all, functools.partial(_cast_weights, dtype=dtype))
+        self.transformer, blocks, self.layers = prepare(job, mesh, zero.all_to_all, functools.partial(_cast_weights, dtype=dtype))
+        sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks]
+        live = sum(parameter.numel() for parameter in self.transformer.parameters()) - sum(sizes) + 2 * max(sizes)
         _materialise(job, self.transformer, mesh, partition=self.stage == 3)
         self.transformer._videoqat_compute_dtype = dtype  # type: ignore[assignment]
         self.parameters = dict(self.transformer.named_parameters())
@@ -62,8 +65,12 @@ class DeepSpeedEngine:
             model=self.transformer,
             model_parameters=trained,
             optimizer=make_optimizer(config.optimizer, trained),
-            config=_settings(self.stage, config.train.batch_size),
+            config=_settings(self.stage, config.train.batch_size, live),
         )
+        if self.stage == 3:
+            gathering = self.zero.parameter_offload.get_param_coordinator()
+            for name in ("fetch_sub_module", "release_sub_module"):
+                setattr(gathering, name, _unseen(getattr(gathering, name)))
         self.parts = dict(self._parts())
         self.clip_norm = config.optimizer.clip_norm
         self.ema = Ema(_numbered(self.flats), config.optimizer.ema_decay) if config.optimizer.ema_decay else None
@@ -227,12 +234,24 @@ class DeepSpeedEngine:
             own[1].detach().copy_(whole.view(-1)[own[0] : own[0] + own[1].numel()])
 
 
+def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Hides what `function` computes from selective checkpointing, which counts operators: weights are not gathered where a block is computed again
+    as they were in its forward."""
+
+    @functools.wraps(function)
+    def unseen(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return unseen
+
+
 def _numbered(flats: list[Tensor]) -> dict[str, Tensor]:
     return {str(i): flat for i, flat in enumerate(flats)}
 
 
-def _settings(stage: int, batch_size: int) -> dict[str, Any]:
-    """DeepSpeed's configuration. Accumulation is told batch by batch."""
+def _settings(stage: int, batch_size: int, live: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. Accumulation is told batch by batch. `live`: how many weights stage 3 should have gathered at a time."""
     return {
         "train_micro_batch_size_per_gpu": batch_size,
         "gradient_accumulation_steps": 1,
@@ -244,6 +263,9 @@ def _settings(stage: int, batch_size: int) -> dict[str, Any]:
             "stage": stage,
             "reduce_bucket_size": BUCKET,
             "allgather_bucket_size": BUCKET,
+            "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": live,
+            "stage3_prefetch_bucket_size": BUCKET,
             # Small weights that stay gathered would have to be gathered anew whenever a checkpoint is read.
             "stage3_param_persistence_threshold": 0,
             # It would replace torch.nn.functional.linear, for every model in this process.
