@@ -106,8 +106,6 @@ class _Share:
 def _generate_many(config: GenerateConfig) -> dict[str, Any]:
     config.validate()
     planned, found = _plan(config)
-    for warning in planned["warnings"]:
-        say(f"warning: {warning}")
     out, (device, _) = Path(config.out), config.runtime.resolve()
     stats = file_stats(config.model)
     patient = ParallelConfig(start_timeout_s=LONGEST_WAIT_S)
