@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.edges import assert_right, relative_l2
 
-from videoqat.attention import attention, record_receipts, reference
+from videoqat.attention import attention, record_receipts
 from videoqat.attention.backends import KERNELS, resolve
 from videoqat.attention.cuda_backend import has_fp4
 from videoqat.attention.torch_backend import encode as plain_codes
@@ -20,7 +21,6 @@ from videoqat.recipes import RECIPES, SEARCH_DIVISORS, AttentionRecipe
 pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[1]
 ATTN_QAT = RECIPES["attn_qat"]
-TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 1e-3}
 
 
 @pytest.fixture(scope="module")
@@ -60,25 +60,10 @@ def make(batch, num_queries, num_keys, heads, kv_heads, head_dim, dtype=torch.fl
     return q, k + normal(head_dim, seed=seed + 3, dtype=dtype), v
 
 
-def relative_l2(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
-
-
-def check(kernel, q, k, v, recipe=ATTN_QAT, tolerance=None, **options):
-    """out and lse against fp64; returns them. A factor does not show in a cosine, so this is the relative distance."""
+def check(kernel, q, k, v, recipe=ATTN_QAT, **options):
+    """out and lse against fp64; returns how many rows the formulas leave open (helpers/edges.py)."""
     out, lse = attention(q, k, v, recipe, kernel=kernel, return_lse=True, **options)
-    expected, expected_lse, _, _ = reference.forward(q, k, v, recipe, **options)
-    assert out.shape == q.shape
-    assert out.dtype == q.dtype
-    assert not out.isnan().any()
-    seen = expected_lse.isfinite()
-    assert torch.equal(lse.isfinite(), seen)
-    assert torch.equal(lse[~seen], expected_lse[~seen].float())
-    assert relative_l2(lse[seen], expected_lse[seen]) < 1e-5
-    assert not out.transpose(1, 2)[~seen].any()
-    error = relative_l2(out, expected)
-    assert error <= (tolerance or TOLERANCE[q.dtype]), f"relative L2 {error:.2e}"
-    return out, lse
+    return assert_right(out, lse, q, k, v, recipe, **options)
 
 
 # Codes
@@ -153,14 +138,12 @@ def test_the_operand_of_q_is_the_oracles(product, kernel):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_length(kernel, dtype, head_dim):
     """1 to 300 tokens, and as many queries as keys or not."""
-    worst = []
-    for n in range(1, 301):
-        for num_queries, num_keys in ((n, n), (n, 7 * n % 300 + 1)):
-            q, k, v = make(1, num_queries, num_keys, 1, 1, head_dim, dtype, seed=n)
-            out = attention(q, k, v, ATTN_QAT, kernel=kernel)
-            worst.append((relative_l2(out, reference.forward(q, k, v, ATTN_QAT)[0]), num_queries, num_keys))
-    worst.sort(reverse=True)
-    assert worst[0][0] <= TOLERANCE[dtype], worst[:10]
+    open_rows = sum(
+        check(kernel, *make(1, num_queries, num_keys, 1, 1, head_dim, dtype, seed=num_queries))
+        for n in range(1, 301)
+        for num_queries, num_keys in ((n, n), (n, 7 * n % 300 + 1))
+    )
+    assert open_rows <= 0.01 * 2 * sum(range(1, 301))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -230,12 +213,13 @@ def test_recipes(kernel, name, head_dim):
 
 
 def test_every_row_of_weights_sums_to_one(kernel):
-    """V = 6, which NVFP4 holds, must give 6: a sum over the wrong lanes halves it, which no cosine shows."""
+    """V = 6, which NVFP4 holds, must give 6: a sum over the wrong lanes halves it, which no cosine shows. With l as the sum of the weights before
+    they are quantised, it gives 6 times what quantising adds to a row, up to some percent."""
     q, k, v = make(1, 77, 200, 1, 1, 128)
-    out = attention(q, k, torch.full_like(v, 6.0), AttentionRecipe("n", normalizer="quantised"), kernel=kernel)
+    v = torch.full_like(v, 6.0)
+    out = attention(q, k, v, AttentionRecipe("n", normalizer="quantised"), kernel=kernel)
     assert (out - 6).abs().max() < 4e-3
-    out = attention(q, k, torch.full_like(v, 6.0), ATTN_QAT, kernel=kernel)
-    assert (out - 6).abs().max() < 0.2
+    check(kernel, q, k, v)
 
 
 @pytest.mark.parametrize("normalizer", ["exact", "quantised"])
@@ -258,10 +242,10 @@ def test_strides_and_inputs_unchanged_and_the_same_twice(kernel):
     big = normal(2, 2, 300, 7, 160, dtype=torch.float16)
     q, k, v = big[:, 0, ::2, :6, :128], big[:, 1, :200, 1:3, 8:136], big[:, 1, 100:, 2:6:2, 32:]
     before = big.clone()
-    (out, lse), again = check(kernel, q, k, v), attention(q, k, v, ATTN_QAT, kernel=kernel, return_lse=True)
+    check(kernel, q, k, v)
+    once, again = (attention(q, k, v, ATTN_QAT, kernel=kernel, return_lse=True) for _ in range(2))
     assert torch.equal(big, before)
-    assert torch.equal(out, again[0])
-    assert torch.equal(lse, again[1])
+    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
     check(kernel, q.transpose(2, 3).contiguous().transpose(2, 3), k, v[..., :].clone())  # channels apart: copied
     odd = torch.empty(1, 60, 1, 65, dtype=torch.float16, device="cuda")[..., 1:].copy_(normal(1, 60, 1, 64))  # rows at odd places: copied
     check(kernel, odd, odd, odd)

@@ -79,6 +79,12 @@ VQ_INLINE float reciprocal_approximate(float x) {
     return y;
 }
 
+VQ_INLINE float max_or_nan(float x, float y) {
+    float largest;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(x), "f"(y));
+    return largest;
+}
+
 // C[16 x 8] = A[16 x 32] B[32 x 8]. Lane 4g + q holds four neighbours along 32 a word: A rows g and g + 8 at 4q, then at 16 + 4q; B column g.
 VQ_INLINE void int8_product(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"

@@ -21,37 +21,52 @@ VQ_INLINE float2 to_floats(uint32_t pair, bool is_half) {
 struct HalfBlock {
     float x[8];
 
+    // Of these eight, quantised with scale s and its reciprocal r. `kSaturate`: some may be 7 s or more.
+    template <bool kSaturate>
     VQ_INLINE float squared_error(float s, float r) const {
         float e[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            float d = fmaf(round_e2m1(__fmul_rn(fabsf(x[i]), r)), s, -fabsf(x[i]));
+            const float y = __fmul_rn(x[i], r);
+            const float d = fmaf(round_e2m1(kSaturate ? saturated(y, 1.0f) : y, 1.0f), s, -x[i]);
             e[i] = __fmul_rn(d, d);
         }
-        float sum = __fadd_rn(__fadd_rn(__fadd_rn(e[0], e[1]), __fadd_rn(e[2], e[3])), __fadd_rn(__fadd_rn(e[4], e[5]), __fadd_rn(e[6], e[7])));
+        return __fadd_rn(__fadd_rn(__fadd_rn(e[0], e[1]), __fadd_rn(e[2], e[3])), __fadd_rn(__fadd_rn(e[4], e[5]), __fadd_rn(e[6], e[7])));
+    }
+
+    // Of the block, whose largest number is amax. (Where s is 0, so is every c * s, whatever the finite r.)
+    VQ_INLINE float squared_error(float s, float amax) const {
+        const float r = e4m3_reciprocal(s);
+        const float sum = __fmul_rn(amax, r) < 7.0f ? squared_error<false>(s, r) : squared_error<true>(s, r);
         return __fadd_rn(sum, __shfl_xor_sync(~0u, sum, 1));
+    }
+
+    // The divisors' scales are made and tried in pairs; that of an odd number's last is tried twice, which changes nothing.
+    VQ_INLINE uint32_t best_scale(const QuantizeArguments& a, float amax, uint32_t first) const {
+        float least = INFINITY;
+        uint32_t best = first;
+#pragma unroll 1
+        for (int i = 0; i < a.num_divisors; i += 2) {
+            const int j = min(i + 1, a.num_divisors - 1);
+            const uint32_t pair = e4m3_pair(__fmul_rn(amax, a.inverse_divisors[i]), __fmul_rn(amax, a.inverse_divisors[j]));
+            const float2 s = e4m3_values(pair);
+            const float errors[2] = {squared_error(s.x, amax), squared_error(s.y, amax)};
+            if (errors[0] < least) least = errors[0], best = pair & 0xFF;
+            if (errors[1] < least) least = errors[1], best = pair >> 8;
+        }
+        return best;
     }
 
     // The eight codes; `scale` becomes the code of the block's scale.
     VQ_INLINE uint32_t quantize(const QuantizeArguments& a, uint32_t& scale) const {
-        uint32_t largest = 0;  // as an integer, where NaN is the largest of all
+        float amax = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(x[i]) & 0x7FFFFFFF);
-        largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
-        const bool bad = largest >= 0x7F800000;
-        const float amax = __uint_as_float(largest);
-        scale = e4m3_code(__fmul_rn(amax, a.inverse_divisors[0]));
-        if (a.num_divisors > 1) {
-            float s = e4m3_value(scale);
-            float least = squared_error(s, s == 0 ? 0.0f : e4m3_reciprocal(s));
-            for (int i = 1; i < a.num_divisors; ++i) {
-                const uint32_t other_scale = e4m3_code(__fmul_rn(amax, a.inverse_divisors[i]));
-                s = e4m3_value(other_scale);
-                const float other = squared_error(s, s == 0 ? 0.0f : e4m3_reciprocal(s));
-                if (other < least) least = other, scale = other_scale;
-            }
-        }
-        const float r = e4m3_reciprocal(e4m3_value(scale));
+        for (int i = 0; i < 8; ++i) amax = max_or_nan(amax, fabsf(x[i]));
+        amax = max_or_nan(amax, __shfl_xor_sync(~0u, amax, 1));
+        const bool bad = !(amax < INFINITY);
+        scale = e4m3_pair(__fmul_rn(amax, a.inverse_divisors[0]), 0.0f);
+        if (a.num_divisors > 1) scale = best_scale(a, amax, scale);
+        const float r = e4m3_reciprocal(e4m3_values(scale).x) * kCodeUnit;
         float y[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) y[i] = __fmul_rn(x[i], r);

@@ -28,20 +28,20 @@ VQ_INLINE float e4m3_value(uint32_t code) {
     return code == 0x7F ? __int_as_float(0x7FFFFFFF) : value;
 }
 
-// Two codes, that of `low` in the lower byte.
+// Codes of two numbers of either sign, that of `low` in the lower byte.
 VQ_INLINE uint32_t e4m3_pair(float low, float high) {
 #if __CUDA_ARCH__ >= 890
     uint16_t pair;
     asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
     return pair;
 #else
-    return e4m3_code(low) | e4m3_code(high) << 8;
+    return e4m3_code(fabsf(low)) | (__float_as_uint(low) >> 24 & 0x80) | e4m3_code(fabsf(high)) << 8 | (__float_as_uint(high) >> 16 & 0x8000);
 #endif
 }
 
 // The values of two codes without sign.
 VQ_INLINE float2 e4m3_values(uint32_t pair) {
-#if VQ_HAS_FP4
+#if __CUDA_ARCH__ >= 890
     uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(pair)));
     return __half22float2(*reinterpret_cast<const __half2*>(&halves));
@@ -58,17 +58,24 @@ VQ_INLINE float e4m3_reciprocal(float s) {
     return fmaf(r, fmaf(-s, r, 1.0f), r);
 }
 
-// Value of the nearest E2M1 number to y >= 0.
-VQ_INLINE float round_e2m1(float y) {
-    y = fminf(y, 6.0f);
-    float power = power_of_two_part(y, 1.0f);
+// The nearest number of E2M1's grid, in units of `one`, which is a power of two. Does not saturate: from 7 on it gives 8 and more.
+VQ_INLINE float round_e2m1(float y, float one) {
+    const float power = power_of_two_part(y, one);
     return fmaf(power, -6291456.0f, fmaf(power, 6291456.0f, y));  // 1.5 * 2^22: spacing 2^(e-1)
 }
 
-// Codes of eight numbers, the first in the lowest four bits. A NaN becomes some code, and leaves its neighbours alone.
+VQ_INLINE float saturated(float y, float one) { return fminf(fmaxf(y, -6.0f * one), 6.0f * one); }
+
+// In which unit `e2m1_codes` wants its numbers: the caller's factor takes it in at no cost.
+constexpr float kCodeUnit = VQ_HAS_FP4 ? 1.0f : 0x1p-6f;
+
+// Codes of eight numbers in units of kCodeUnit, the first in the lowest four bits. A NaN becomes some code, and leaves its neighbours alone.
+//
+// Without the hardware's conversion: E4M3 below 2^-6 is as coarse as E2M1 below 1, so that an E2M1 number times 2^-6 has its own code in E4M3, two bits
+// higher up: s00ccc00. More than 6 shows in the two bits behind the sign.
 VQ_INLINE uint32_t e2m1_codes(const float (&y)[8]) {
-#if VQ_HAS_FP4
     uint32_t word;
+#if VQ_HAS_FP4
     asm("{ .reg .b8 a, b, c, d;\n"
         "cvt.rn.satfinite.e2m1x2.f32 a, %2, %1;\n"
         "cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;\n"
@@ -76,18 +83,21 @@ VQ_INLINE uint32_t e2m1_codes(const float (&y)[8]) {
         "cvt.rn.satfinite.e2m1x2.f32 d, %8, %7;\n"
         "mov.b32 %0, {a, b, c, d}; }"
         : "=r"(word) : "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3]), "f"(y[4]), "f"(y[5]), "f"(y[6]), "f"(y[7]));
-    return word;
 #else
-    uint32_t word = 0, signs = 0;
+    auto bytes = [&](bool saturate, int first) {  // of each second number
+        float c[4];
 #pragma unroll
-    for (int e = 7; e >= 0; --e) {
-        float magnitude = fminf(fabsf(y[e]), 6.0f);
-        uint32_t bits = __float_as_uint(fmaf(power_of_two_part(magnitude, 1.0f), 6291456.0f, magnitude));
-        word = (word << 4) + ((bits >> 22) + (bits & 15) - 299);
-        signs = (signs << 4) | (__float_as_uint(y[e]) >> 28 & 8);
-    }
-    return word | signs;
+        for (int i = 0; i < 4; ++i) {
+            const float x = y[first + 2 * i];
+            c[i] = copysignf(round_e2m1(saturate ? saturated(x, kCodeUnit) : x, kCodeUnit), x);
+        }
+        return e4m3_pair(c[0], c[1]) | e4m3_pair(c[2], c[3]) << 16;
+    };
+    uint32_t even = bytes(false, 0), odd = bytes(false, 1);
+    if ((even | odd) & 0x60606060) even = bytes(true, 0), odd = bytes(true, 1);
+    word = (even >> 2 & 0x07070707) | (even >> 4 & 0x08080808) | (odd << 2 & 0x70707070) | (odd & 0x80808080);
 #endif
+    return word;
 }
 
 }  // namespace vq

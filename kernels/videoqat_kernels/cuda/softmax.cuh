@@ -100,8 +100,8 @@ struct Softmax {
             const uint32_t pair = e4m3_pair(__fmul_rn(amax[0], 0x1.555556p-3f), __fmul_rn(amax[1], 0x1.555556p-3f));  // fp32(1/6)
             const float2 of_blocks = e4m3_values(pair);
             float r[2][2];
-            both(e4m3_reciprocal(of_blocks.x), r[0]);
-            both(e4m3_reciprocal(of_blocks.y), r[1]);
+            both(e4m3_reciprocal(of_blocks.x) * kCodeUnit, r[0]);
+            both(e4m3_reciprocal(of_blocks.y) * kCodeUnit, r[1]);
             // Lanes q < 2 have bytes 0 and 2, the others 1 and 3; lanes 4g and 4g + 1 are asked for rows g and g + 8.
             scales[step] = __byte_perm(pair, __shfl_xor_sync(~0u, pair, 2), interleave);
 #pragma unroll

@@ -38,6 +38,8 @@ inline void named_barrier_arrive(int id, int threads) { host::meet(host::named[i
 inline float exp2_approximate(float x) { return std::exp2(x); }
 inline float reciprocal_approximate(float x) { return __uint_as_float(__float_as_uint(1.0f / x) + 1); }  // one unit in the last place off
 
+inline float max_or_nan(float x, float y) { return x != x || y != y ? NAN : std::max(x, y); }
+
 inline void int8_product(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
     host::Warp& warp = host::warps[host::thread / 32];
     const int lane = host::thread % 32, g = lane >> 2, q = lane & 3;
