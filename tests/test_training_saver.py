@@ -312,13 +312,13 @@ def test_from_a_gpu_what_is_written_is_the_past_and_buffers_serve_again(tmp_path
         training, expected, buffers = Training(mesh), {}, []
         behind_the_gate(monkeypatch)
         for step in (1, 2, 3):
+            if step == 3:  # a parameter gets its first gradient: there is more to save, in other buffers
+                training.optimizer.state[training.model.unused.weight] = {"exp_avg": training.model.unused.weight.detach() + 1}
             training.step()
             gate.clear()
             expected[step] = {key: value.cpu() for key, value in flat(training.tensors()).items()}
             saver.start(step, training.tensors(), {"step": step})
             training.step()
-            if step == 2:  # a parameter gets its first gradient; there is more to save from now on
-                training.optimizer.state[training.model.unused.weight] = {"exp_avg": training.model.unused.weight.detach() + 1}
             gate.set()
             saver.finish()
             buffers.append(saver._copy(training.tensors())["model"]["used.weight"].to_local())
