@@ -37,10 +37,10 @@ LAYOUTS = {
 }
 # The same by DeepSpeed: -> (activation checkpointing, offload, stage of ZeRO).
 ZERO_LAYOUTS = {
-    (1, 1, 2): [("keep_attention", False, 1), ("full", False, 3)],
-    (1, 2, 1): [("none", False, 1), ("full", True, 2), ("keep_attention", False, 3)],
-    (1, 2, 2): [("none", False, 2), ("keep_attention", True, 3)],
-    (1, 1, 4): [("full", False, 2)],
+    (1, 1, 2): [("keep_attention", False, 3)],
+    (1, 2, 1): [("none", False, 1), ("full", True, 2)],
+    (1, 2, 2): [("full", True, 3)],
+    (1, 1, 4): [("keep_attention", False, 2)],
 }
 Mode = tuple[str, bool] | tuple[str, bool, int]
 Step = tuple[float, float, dict[str, Tensor]]  # loss and gradient norm as this rank has them; on rank 0 also all gradients

@@ -59,8 +59,7 @@ def on_two_ranks(wan: Path, fsdp: Path, out: Path) -> dict[Any, Any]:
             found[stage, "restored"] = run_in(mesh, wan, zero_of(stage), None, out / str(stage) / "step-000002", **changes)
         found["from fsdp"] = run_in(mesh, wan, zero_of(2), None, fsdp)
         found["stage 3 from fsdp"] = run_in(mesh, wan, zero_of(3), None, fsdp)
-        found["stage 1 from stage 3"] = run_in(mesh, wan, zero_of(1), None, out / "3" / "step-000002")
-        for stage in (2, 3):
+        for stage in (1, 3):
             found[stage, "frozen"] = frozen(mesh, wan, stage, out / f"frozen{stage}")
         found["bf16"] = [gradients(mesh, wan, parallel, "bfloat16") for parallel in (ParallelConfig(), zero_of(1), zero_of(3))]
         found["exchange"] = exchanged(mesh)
@@ -134,7 +133,7 @@ def test_zero_trains_as_plain_torch_does_and_goes_on_bit_for_bit(wan: Path, runs
 @pytest.mark.dist
 def test_a_run_may_change_its_engine(wan: Path, runs: Any) -> None:
     alone, ranks, out = runs
-    for way in ("from fsdp", "stage 3 from fsdp", "stage 1 from stage 3"):
+    for way in ("from fsdp", "stage 3 from fsdp"):
         assert_same_training(ranks[0][way], alone, 1e-5)
     for stage in (1, 3):
         checkpoint = out / str(stage) / "step-000002"
@@ -143,7 +142,7 @@ def test_a_run_may_change_its_engine(wan: Path, runs: Any) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 3])
 def test_frozen_parameters_stay_and_have_no_moments(runs: Any, stage: int) -> None:
     changed, moments, went_on, again = runs[1][0][stage, "frozen"]
     trained = {name for name in changed if name.startswith("blocks.1.") or name.endswith("norm2.bias")}
