@@ -113,6 +113,7 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         "generate": ["generate", f"model={model}", "prompt=a cat", f"out={out}.mp4", *SMALL],
         "compare": ["compare", entries, f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
         "bench attention": ["bench", "attention", "num_tokens=16"],
+        "bench training": ["bench", "training", f"work={out}", "model=tiny", "size=5x32x32"],
         "doctor": ["doctor", f"model={model}", "size=5x32x32"],
     }
     assert planned.keys() == COMMANDS.keys()
@@ -219,7 +220,7 @@ def test_a_head_dim_that_is_not_supported(run: Run, tmp_path: Path):
 
 def test_a_kernel_that_does_not_exist_or_can_not_serve(run: Run):
     words = ["bench", "attention", "num_tokens=16", "runtime.device=cpu"]
-    assert_refused(run(*words, "runtime.kernel=cuda_nvfp4"), "bench attention", "kernel='cuda_nvfp4' does not exist", "torch")
+    assert_refused(run(*words, "runtime.kernel=cuda_fp2"), "bench attention", "kernel='cuda_fp2' does not exist", "torch")
     assert_refused(run(*words, "runtime.kernel=sdpa"), "bench attention", "kernel='sdpa' can't serve recipe 'attn_qat_search'", "would work: torch")
 
 

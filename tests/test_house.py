@@ -25,7 +25,7 @@ LONGEST = {"videoqat": 400, "tests": 500}  # lines
 
 def sources(*suffixes: str) -> list[Path]:
     """Files of the project with one of `suffixes`, whether committed yet or not."""
-    folders = ("videoqat", "tests", "configs", "docs", ".ci", ".github")
+    folders = ("videoqat", "kernels", "launch", "tests", "configs", "docs", ".ci", ".github")
     found = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return sorted(path for path in [*found, *ROOT.glob("*.md"), ROOT / "Makefile", ROOT / "pyproject.toml"] if path.suffix in suffixes)
 
@@ -186,6 +186,9 @@ def test_commands_in_documents_are_commands(document: Path):
         program, *rest = words(line)
         if program == "torchrun":  # torchrun's own words, -m, and ours
             program, *rest = rest[rest.index("-m") + 1 :]
+        if program.startswith("launch/"):  # a launcher's own words, --, and those of our training
+            assert (ROOT / program).is_file(), line
+            program, rest = "videoqat", ["train", *rest[rest.index("--") + 1 :]]
         if program == "make":
             assert set(rest) <= targets, line
         elif program == "videoqat":

@@ -1,6 +1,7 @@
 """The README's commands, typed one after the other into an empty folder, as a newcomer would."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,12 +17,16 @@ ELSEWHERE = ("make demo", "make test")
 def test_the_readmes_commands_run_in_order(tmp_path: Path):
     lines = [line for line in shell_lines(ROOT / "README.md") if line not in ELSEWHERE]
     assert len(lines) >= 10
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # as an activated environment has it
     for line in lines:
         # One thread, as every test worker has: the cores are shared out among workers.
-        script = f'export PYTHONPATH={ROOT} OMP_NUM_THREADS=1; videoqat() {{ {sys.executable} -m videoqat "$@"; }}; {line}'
+        exports = f"PATH={path} PYTHONPATH={ROOT}:{ROOT / 'kernels'} OMP_NUM_THREADS=1"
+        script = f'export {exports}; videoqat() {{ {sys.executable} -m videoqat "$@"; }}; {line}'
         result = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=False)
         assert result.returncode == 0, f"{line}\n{result.stdout}\n{result.stderr}"
     assert json.loads((tmp_path / "tiny-wan-qat" / "videoqat.json").read_text())["recipe"]["name"] == "attn_qat_search"
+    assert len((tmp_path / "run-on-two" / "log.jsonl").read_text().splitlines()) == 20
     assert (tmp_path / "sneaker.mp4").stat().st_size > 1000
     receipt = json.loads((tmp_path / "sneaker.json").read_text())
     assert {r["kernel"] for r in receipt["receipts"]} == {"torch", "sdpa"}

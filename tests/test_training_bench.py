@@ -41,7 +41,6 @@ def test_cases(result: dict) -> None:
         assert case["communication_seconds"] >= case["communication_exposed_seconds"] >= 0
         assert {receipt["kernel"] for receipt in case["receipts"]} == {"torch", "sdpa"}
         assert len(case["one_gpu_losses"]) >= 2
-        assert case["loss_difference"] < 1e-5
     assert result["diffusers"]["steps_timed"] == 3
     assert result["resumed"]["onto"] == "1x1x1"
     assert len(result["resumed"]["losses"]["same"]) == 2
@@ -51,13 +50,15 @@ def test_cases(result: dict) -> None:
 @pytest.mark.dist
 @pytest.mark.slow
 def test_a_page(result: dict) -> None:
-    page = render("{{ runs }}\n{{ steps }}\n\n{{ parts }}\n{{ case('attn_qat', '1x2x1')['gpus'] }} {{ resumed['onto'] }}\n", [result])
+    ends = "{{ case('attn_qat', '1x2x1')['gpus'] }} {{ resumed['onto'] }} {{ difference('attn_qat', '1x2x1') }}"
+    page = render("{{ runs }}\n{{ steps }}\n\n{{ parts }}\n" + ends + "\n", [result])
     lines = page.splitlines()
     rows = [line for line in lines if line.startswith("| tiny | 1x1x2 | attn_qat | full | 2 | 1 |")]
     assert len(rows) == 1
     assert f"| {result['cases'][0]['step_time']:.3f} |" in rows[0]
     assert len([line for line in lines if line.startswith("|")]) == 2 * (2 + 2)
-    assert lines[-1] == "2 1x1x1"
+    assert lines[-1].startswith("2 1x1x1 ")
+    assert float(lines[-1].split()[2]) < 1e-5  # the same samples in every layout
     with pytest.raises(KeyError, match="bf16 on 1x1x1"):
         render("{{ case('bf16') }}", [result])
     with pytest.raises(jinja2.UndefinedError):

@@ -102,7 +102,7 @@ def _case(config: BenchTrainingConfig, layout: str, recipe: str, checkpointing: 
 
 
 def _one_gpu_losses(config: BenchTrainingConfig, cases: list[dict[str, Any]]) -> None:
-    """Adds to each case on several GPUs the first losses that one GPU has with the same global batch, and the largest relative difference."""
+    """Adds to each case on several GPUs the first losses that one GPU has with the same global batch."""
     found: dict[tuple[str, int], list[float]] = {}
     for case in cases:
         if case["gpus"] == 1:
@@ -114,9 +114,7 @@ def _one_gpu_losses(config: BenchTrainingConfig, cases: list[dict[str, Any]]) ->
             out = _train(config, f"one-gpu-{key[0]}-{key[1]}", "1x1x1", settings | {"train.save_every": 0, "train.profile_every": 0})
             found[key] = [row["loss"] for row in read_log(out / "log.jsonl")]
         if case["gpus"] > 1:
-            pairs = list(zip(case["losses"], found[key], strict=False))
             case["one_gpu_losses"] = found[key]
-            case["loss_difference"] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
 
 
 def _resumed(config: BenchTrainingConfig, first: dict[str, Any]) -> dict[str, Any]:
@@ -137,7 +135,7 @@ def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
 
     Returns:
         `cases`: for each layout, recipe and checkpointing the medians `step_time` (s), `tokens_per_second_per_gpu`, `mfu`, seconds by part, and
-        `memory_bytes` (the most on any GPU), `losses`, on several GPUs `one_gpu_losses` and `loss_difference` (relative, the largest);
+        `memory_bytes` (the most on any GPU), `losses`, and on several GPUs `one_gpu_losses`;
         `diffusers`: the plain model's forward and backward; `resumed`; `config`; `provenance`.
 
     Raises:

@@ -7,6 +7,7 @@ The template may use
     runs                                        date, device, versions and command of each file
     steps, parts                                tables of all cases
     case(recipe, layout, checkpointing)[key]    any number of a case; the layout is 1x1x1 and the checkpointing full unless given
+    difference(recipe, layout, checkpointing)   how far its losses are from one GPU's, relatively; None if that wasn't measured
     diffusers[key]                              of the first file that measured plain diffusers
     resumed                                     of the first file that resumed onto another layout
 """
@@ -40,10 +41,22 @@ def render(template: str, files: Iterable[dict[str, Any]]) -> str:
         "steps": _steps(files),
         "parts": _parts(files),
         "case": case,
+        "difference": lambda *which: _difference(files, case(*which)),
         "diffusers": next((one["diffusers"] for one in files if one["diffusers"]), None),
         "resumed": next((one["resumed"] for one in files if one["resumed"]), None),
     }
     return fill(template, names)
+
+
+def _difference(files: list[dict[str, Any]], case: dict[str, Any]) -> float | None:
+    """How far, relatively, a case's losses are from those of one GPU with the same samples in a step; None if those weren't measured."""
+    one_gpu = case.get("one_gpu_losses")
+    if one_gpu is None:
+        baseline = _baseline(files, case)
+        if case["gpus"] == 1 or baseline is None or baseline["samples_per_step"] != case["samples_per_step"]:
+            return None
+        one_gpu = baseline["losses"]
+    return max(abs(ours - theirs) / abs(theirs) for ours, theirs in zip(case["losses"], one_gpu, strict=False))
 
 
 def _rows(files: list[dict[str, Any]]) -> Iterable[tuple[dict[str, Any], str]]:
@@ -73,7 +86,8 @@ def _steps(files: list[dict[str, Any]]) -> str:
         one_gpu = _baseline(files, case)
         speed = "" if one_gpu is None else f"{case['tokens_per_second_per_gpu'] * case['gpus'] / one_gpu['tokens_per_second_per_gpu']:.2f} x"
         mfu = "" if case["mfu"] is None else f"{case['mfu']:.1%}"
-        difference = f"{case['loss_difference']:.1e}" if "loss_difference" in case else ""
+        apart = _difference(files, case)
+        difference = "" if apart is None else f"{apart:.0e}"
         numbers = [case["gpus"], case["samples_per_step"], f"{case['step_time']:.3f}", f"{case['tokens_per_second_per_gpu']:,.0f}", speed, mfu]
         lines.append(f"{label} " + " | ".join(str(cell) for cell in [*numbers, f"{case['memory_bytes'] / 1e9:.1f}", difference]) + " |")
     return "\n".join(lines)
