@@ -1,5 +1,6 @@
 """The CUDA kernels compile for GPUs that aren't here, to the instructions and within the resources they are meant to have; and the resolver."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -63,15 +64,31 @@ def test_nothing_spills_and_two_groups_of_four_warps_fit_a_processor(libraries, 
     assert ring <= SHARED_MEMORY
 
 
-def test_native_multiplies_in_fp4_and_emulated_in_int8(libraries, native):
-    for architecture in ("120a", "121a"):
-        for code in named(sass.functions(libraries["native"], architecture), "attentionILi").values():
-            found = sass.count(code)
-            assert found["OMMA"] > 0
-            assert not {"HMMA", "IMMA", "LDL", "STL"} & set(found)
-    found = sum((sass.count(code) for code in sass.functions(libraries["emulated"], "90a").values()), sass.count([]))
-    assert found["IMMA"] > 0
-    assert found["OMMA"] == found["LDL"] == found["STL"] == 0
+@pytest.mark.parametrize(
+    ("product", "architecture", "holds", "lacks"),
+    [
+        ("native", "120a", {"OMMA", "UBLKCP"}, {"HMMA", "IMMA", "LDGSTS"}),
+        ("native", "121a", {"OMMA", "UBLKCP"}, {"HMMA", "IMMA", "LDGSTS"}),
+        ("emulated", "90a", {"IMMA", "UBLKCP"}, {"HMMA", "OMMA", "LDGSTS"}),
+    ],
+)
+def test_each_multiplies_and_copies_by_its_own_means(libraries, product, architecture, holds, lacks):
+    """FP4 products, or INT8 ones in their place; the copy engine; and no local memory."""
+    found = sass.names(libraries[product], architecture, "attentionILi") | sass.names(libraries[product], architecture, "emulated_product")
+    assert holds <= found
+    assert not (lacks | {"LDL", "STL"}) & found
+
+
+def test_before_sm_90_each_thread_copies_its_share(nvcc, tmp_path):
+    """Compiled without optimising, which takes half the time."""
+    out = tmp_path / "attention.cubin"
+    defines = ["-DVIDEOQAT_PRODUCT=Emulated", "-DVIDEOQAT_SOURCES=none"]
+    command = [nvcc, "-std=c++17", "-arch=sm_80", "-Xptxas=-O0", "-cubin", f"-I{build.FOLDER}", *defines, build.FOLDER / "attention.cu", "-o", out]
+    subprocess.run(command, check=True)
+    found = sass.names(out, "80", "attentionILi")
+    assert {"LDGSTS", "ARRIVES"} <= found
+    assert not {"UBLKCP", "OMMA"} & found
+    assert "IMMA" in sass.names(out, "80", "")
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -93,6 +110,38 @@ def test_the_main_loop_holds_what_a_tile_needs_and_no_more(native, head_dim):
 def test_the_quantisers_convert_by_the_hardware(native):
     for code in named(native, "quantize_").values():
         assert any(i.name.startswith("F2FP") and "E2M1" in i.name for i in code)
+
+
+def rows(section: str) -> dict[str, list[float]]:
+    """Of the first table of a section of docs/kernels.md: each row's numbers, by what stands before them."""
+    text = (Path(__file__).parents[1] / "docs" / "kernels.md").read_text().split(f"## {section}\n")[1].split("\n## ")[0]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.split("\n| ", 1)[1].partition("\n\n")[0].splitlines()[2:]]
+    return {row[0]: [float(cell.split()[0].replace(",", "")) for cell in row[1:]] for row in table}
+
+
+def test_the_documented_schedule_is_that_of_the_machine_code(nvcc, native):
+    if build.nvcc_version(nvcc) != (13, 0):
+        pytest.skip("docs/kernels.md counts what CUDA 13.0 compiles")
+    (code,) = named(native, "attentionILi128ELb0").values()
+    path = sass.usual_path(sass.main_loop(code))
+    found = sass.count(path)
+    kinds = {
+        "tensor core": sum(i.name.startswith("OMMA") and not i.predicate for i in path),
+        "exp2": found["MUFU"],
+        "fp32": found["FFMA"] + found["FMUL"] + found["FADD"],
+        "maxima": found["FMNMX"] + found["FSEL"] + found["F2FP"],
+        "shared memory": found["LDS"],
+        "issue": len(path),
+    }
+    documented = rows("The schedule of a tile")
+    assert {unit: numbers[0] for unit, numbers in documented.items()} == {
+        next(unit for unit in documented if unit.startswith(kind)): number for kind, number in kinds.items()
+    }
+    for unit, (number, clocks, of_tile) in documented.items():
+        copies = 2 * layout.TILE * 72 / 128  # what the copy engine writes, 128 bytes a clock
+        assert of_tile == (8 * number * clocks + copies if unit.startswith("shared memory") else 2 * number * clocks)
+    for clocks, teraflops in rows("What to expect").values():
+        assert teraflops == round(4 * 128**3 / clocks * 170 * 2.4e9 / 1e12)
 
 
 def test_a_library_is_loaded_and_known_by_its_sources(libraries, tmp_path, monkeypatch):

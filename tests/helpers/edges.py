@@ -40,8 +40,8 @@ def reference_and_open_rows(q, k, v, recipe, step: float, **options) -> tuple[Te
 
 def assert_right(out: Tensor, lse: Tensor, q, k, v, recipe, lse_tolerance: float = 1e-5, **options) -> int:
     """out and lse are those of q, k, v: relative L2 of the rows that aren't open within 1e-3 (fp16) or 2e-3 (bf16), and open rows at most a step
-    away. A factor doesn't show in a cosine; here it does. Where rounding the exact result to out's dtype alone takes more than the tolerance, as it may
-    with bf16 and a row or two, that is the limit. Returns how many rows were open."""
+    away. A factor doesn't show in a cosine; here it does. Where rounding the exact result to out's dtype alone takes more than the tolerance, as
+    it may with bf16 and a row or two, that is the limit. Returns how many rows were open."""
     tolerance = TOLERANCE[out.dtype]
     expected, expected_lse, is_open = reference_and_open_rows(q, k, v, recipe, tolerance / 2, **options)
     what = f"{q.shape[1]} queries, {k.shape[1]} keys"

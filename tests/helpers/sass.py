@@ -1,5 +1,6 @@
 """Machine code in a library, as far as tests of the CUDA kernels look at it."""
 
+import functools
 import re
 import subprocess
 from collections import Counter
@@ -22,6 +23,7 @@ class Instruction:
     operands: str
 
 
+@functools.cache
 def _dump(what: str, library: Path, architecture: str) -> str:
     command = [CUOBJDUMP, what, "-arch", f"sm_{architecture}", str(library)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -57,6 +59,27 @@ def main_loop(code: list[Instruction]) -> list[Instruction]:
     """The loop over tiles: the shortest in which warps wait for their turn and pass it on."""
     turns = ("BAR.SYNC", "BAR.ARV")
     return min((loop for loop in loops(code) if all(any(i.name.startswith(turn) for i in loop) for turn in turns)), key=len)
+
+
+def usual_path(loop: list[Instruction]) -> list[Instruction]:
+    """What a warp goes through in most rounds: every branch forwards within the loop is taken. In these kernels such branches skip what is rare:
+    masks, a maximum that rose, and asking for a copy, which one thread does."""
+    path, resume = [], 0
+    for i in loop:
+        if i.address < resume:
+            continue
+        path.append(i)
+        target = re.search(r"(0x[0-9a-f]+)$", i.operands) if i.name.startswith("BRA") and i.predicate else None
+        if target and i.address < int(target[1], 16) <= loop[-1].address:
+            resume = int(target[1], 16)
+    return path
+
+
+def names(library: Path, architecture: str, function: str) -> set[str]:
+    """Kinds of instructions in all kernels whose mangled name holds `function`; cheaper than `functions`."""
+    parts = _dump("-sass", library, architecture).split("Function : ")[1:]
+    bodies = "".join(part for part in parts if function in part.partition("\n")[0])
+    return set(re.findall(r"\*/ +(?:@!?U?P\w+ )?([A-Z][A-Z0-9]+)", bodies))
 
 
 def count(code: list[Instruction]) -> Counter[str]:

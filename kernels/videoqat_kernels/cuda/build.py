@@ -123,7 +123,7 @@ def build(product: str, architectures: list[str] | None = None, nvcc: str | None
     out = library_path(product) if out is None else out
     out.parent.mkdir(parents=True, exist_ok=True)
     defines = [f"-DVIDEOQAT_PRODUCT={PRODUCTS[product].policy}", f"-DVIDEOQAT_SOURCES={source_digest()}"]
-    command = [str(compiler), "-std=c++17", "-O3", f"-I{FOLDER}", *defines, "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+    command = [str(compiler), "-std=c++17", "-O3", "--threads=0", f"-I{FOLDER}", *defines, "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     for name in wanted:
         code = f"[sm_{name},compute_{name}]" if name.isdigit() else f"sm_{name}"
         command += ["-gencode", f"arch=compute_{name},code={code}"]
