@@ -3,6 +3,7 @@
 What this can't show is what the GPU's own instructions do (ptx.cuh and the conversions); test_cuda_attention.py does, on a GPU.
 """
 
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,8 +13,11 @@ import torch
 from helpers.edges import assert_right, reference_and_open_rows, relative_l2
 from videoqat_kernels.cuda import attention, build, layout, library
 
-from videoqat.attention import reference
+from videoqat.attention import bench, reference
+from videoqat.attention.bench_table import render, text_table
 from videoqat.attention.torch_backend import encode as plain_codes
+from videoqat.config import BenchAttentionConfig, GenerateConfig, RuntimeConfig, SamplingConfig
+from videoqat.generation.single import generate, plan
 from videoqat.recipes import RECIPES, SEARCH_DIVISORS, AttentionRecipe
 
 HOST = Path(__file__).parent / "helpers" / "host_cuda"
@@ -196,3 +200,67 @@ def test_from_codes_it_is_the_same():
 def test_a_failed_launch_is_told():
     with pytest.raises(library.LibraryError, match=r"videoqat_quantize_q \(host\): invalid"):
         attention.quantize_q("host", normal(1, 5, 1, 80), ATTN_QAT)
+
+
+# In a program
+
+
+@pytest.fixture
+def serving(monkeypatch):
+    """On the CPU, `cuda_nvfp4` serves as it does on a GPU of compute capability 12.0 (test_cuda_build.py: which GPUs do)."""
+    monkeypatch.setattr("videoqat.attention.cuda_backend._missing", lambda product, device_type: None)
+
+
+def test_generate_picks_it_by_itself_and_says_so(serving, tiny_pipeline, tmp_path):
+    def config(name, kernel="auto"):
+        return GenerateConfig(
+            model=str(tiny_pipeline),
+            prompt="a sneaker moves left",
+            recipe="attn_qat_search",
+            out=str(tmp_path / f"{name}.mp4"),
+            sampling=SamplingConfig(num_frames=5, height=32, width=32, num_inference_steps=2, max_text_tokens=16),
+            runtime=RuntimeConfig(device="cpu", dtype="bfloat16", kernel=kernel),
+        )
+
+    assert plan(config("planned"))["receipt"]["kernel"] == "cuda_nvfp4"
+    generate(config("own"))
+    record = json.loads((tmp_path / "own.json").read_text())
+    receipt, plain = sorted(record["receipts"], key=lambda receipt: receipt["kernel"])
+    assert receipt == {
+        "kernel": "cuda_nvfp4",
+        "native": True,
+        "reason": "CUDA: NVFP4 products on the GPU's FP4 tensor cores",
+        "device": "cpu",
+        "recipe": "attn_qat_search",
+        "calls": 2 * 2 * 2,  # layers, steps, with and without the prompt
+    }
+    assert (plain["kernel"], plain["recipe"]) == ("sdpa", "bf16")  # attention to the text
+    generate(config("emulated", "cuda_nvfp4_emulated"))
+    emulated = json.loads((tmp_path / "emulated.json").read_text())
+    assert emulated["video_sha256"] == record["video_sha256"]
+    (receipt,) = (receipt for receipt in emulated["receipts"] if receipt["kernel"] != "sdpa")
+    assert (receipt["kernel"], receipt["native"]) == ("cuda_nvfp4_emulated", False)
+    assert "asked for by name" in receipt["reason"]
+    assert "emulated" in receipt["reason"]
+
+
+def test_the_benchmark_times_it_and_its_quantisers(serving, monkeypatch):
+    monkeypatch.setattr(bench, "PREPASS_CALLS", 1)
+    runtime = RuntimeConfig(device="cpu", dtype="bfloat16", kernel="cuda_nvfp4_emulated")
+    config = BenchAttentionConfig(
+        recipes=["attn_qat", "attn_qat_paper"], num_tokens=20, num_keys=40, num_heads=1, head_dim=64, repeats=1, backward=True, runtime=runtime
+    )
+    config.validate()
+    run = bench.bench_attention(config)
+    (result,) = run["results"]
+    assert "serves inference only" in result["unavailable"]["attn_qat, backward"]
+    for one, products in zip(result["contenders"], (2, 3), strict=False):
+        assert one["receipts"][0]["kernel"] == "cuda_nvfp4_emulated"
+        assert one["executed_flop"] == {"inference": products * 2 * 20 * 40 * 64}
+        moved = 2 * 64 * (20 + 40 + 40) + 8 * (8 * 64 + 128) + 2 * 2 * 72 * 64  # q, k, v, and operands of whole tiles
+        assert one["prepass_gb_per_s"] == pytest.approx(moved / one["prepass_milliseconds"]["inference"] / 1e6)
+        assert one["copy_gb_per_s"] > 0
+    share = one["prepass_gb_per_s"] / one["copy_gb_per_s"]
+    assert f"attn_qat_paper: quantising takes {one['prepass_milliseconds']['inference']:.3f} ms, " in text_table(result)
+    assert f" GB/s, {share:.0%} of a copy's" in text_table(result)
+    assert f" GB/s, {share:.0%} of a copy's) |" in render("{{ rates }}", [run])

@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from videoqat.attention.backends import record_receipts, resolve
+from videoqat.attention.backends import KERNELS, record_receipts, resolve
 from videoqat.attention.bench_check import relative_errors
 from videoqat.attention.bench_table import text_table
+from videoqat.attention.cuda_backend import CudaKernel
 from videoqat.attention.functional import attention
 from videoqat.config import AttentionShape, BenchAttentionConfig
 from videoqat.console import say
@@ -76,7 +78,8 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
             peak_bytes: by measurement, beyond the inputs (GPU only)
             saved_bytes, saved_bytes_without_output: kept for the backward, for each token (of q) and channel (heads * head_dim)
             relative_l2_error: {out, dq, dk, dv} against the fp64 reference, on what `bench_check` says       (recipes)
-            executed_tflops, prepass_milliseconds and prepass_share of the forward, by measurement     (recipes on kernel triton)
+            executed_tflops, prepass_milliseconds and prepass_share of the forward, by measurement     (recipes on our GPU kernels)
+            prepass_gb_per_s, and copy_gb_per_s of a copy that moves as many bytes                     (recipes on the CUDA kernels)
 
         exit_code is 1 if a recipe that should run was wrong, by more than 2 %, or failed.
 
@@ -137,9 +140,13 @@ def _bench_shape(
         one.result["ratio"] = {
             other.name: {name: ms / medians[other.name][name] for name, ms in times.items()} for other in baselines if other is not one
         }
-        in_blocks = one.recipe is not None and one.recipe.qk != "int8"  # SageBwd's kernels are others
-        if one.recipe is not None and in_blocks and all(receipt["kernel"] == "triton" for receipt in one.result["receipts"]):
+        if one.recipe is None or one.recipe.qk == "int8":  # SageBwd's kernels are others
+            continue
+        kernels = {receipt["kernel"] for receipt in one.result["receipts"]}
+        if kernels == {"triton"}:
             one.result |= _inside_triton(one.recipe, inputs, shape, times)
+        elif len(kernels) == 1 and isinstance(chosen := KERNELS[kernels.pop()], CudaKernel):
+            one.result |= _inside_cuda(chosen.product, one.recipe, inputs, shape, times["inference"])
     return {
         "shape": asdict(shape),
         "algorithmic_flop": flop if config.backward else {"inference": flop["inference"]},
@@ -287,20 +294,51 @@ def _inside_triton(recipe: AttentionRecipe, x: Inputs, shape: AttentionShape, ti
     forward, backward = products(recipe)
     channels = padded_channels(shape.head_dim)
     executed = {name: _flop(shape, forward * PRODUCTS[name][0] + backward * PRODUCTS[name][1], channels) for name in times}
-    prepass = {}
-    with torch.no_grad():
-        for name in ("inference", "forward"):
-            if name in times:
 
-                def calls(keep_codes: bool = name == "forward") -> None:
-                    for _ in range(PREPASS_CALLS):  # together, so that the GPU never waits for a launch
-                        quantise_operands(x.q, x.k, x.v, None, recipe, shape.head_dim**-0.5, keep_codes)
+    def quantise(keep_codes: bool) -> None:
+        quantise_operands(x.q, x.k, x.v, None, recipe, shape.head_dim**-0.5, keep_codes)
 
-                calls()
-                prepass[name] = statistics.median(_milliseconds(calls, x.q.device) for _ in range(5)) / PREPASS_CALLS
+    passes = [name for name in ("inference", "forward") if name in times]
+    prepass = {name: _prepass_milliseconds(partial(quantise, name == "forward"), x.q.device) for name in passes}
     return {
         "executed_flop": executed,
         "executed_tflops": {name: flop / times[name] / 1e9 for name, flop in executed.items()},
         "prepass_milliseconds": prepass,
         "prepass_share": {name: ms / times[name] for name, ms in prepass.items()},
     }
+
+
+def _inside_cuda(product: str, recipe: AttentionRecipe, x: Inputs, shape: AttentionShape, inference_ms: float) -> dict[str, Any]:
+    """The same of the CUDA kernels, which only infer; and how fast the pre-pass moves its bytes: q, k and v read once, the operands written once."""
+    from videoqat_kernels.cuda.attention import maximum_first, quantise_inputs
+
+    def quantise() -> Any:
+        return quantise_inputs(product, x.q, x.k, x.v, None, recipe)
+
+    flop = _flop(shape, 3 if maximum_first(recipe) else 2, shape.head_dim)
+    with torch.no_grad():
+        operands = quantise()
+        moved = sum(tensor.nbytes for tensor in (x.q, x.k, x.v, operands.q, operands.kv))
+        source = torch.zeros(moved // 2, dtype=torch.uint8, device=x.q.device)
+        target = torch.empty_like(source)
+    prepass = _prepass_milliseconds(quantise, x.q.device)
+    return {
+        "executed_flop": {"inference": flop},
+        "executed_tflops": {"inference": flop / inference_ms / 1e9},
+        "prepass_milliseconds": {"inference": prepass},
+        "prepass_share": {"inference": prepass / inference_ms},
+        "prepass_gb_per_s": moved / prepass / 1e6,
+        "copy_gb_per_s": moved / _prepass_milliseconds(lambda: target.copy_(source), x.q.device) / 1e6,
+    }
+
+
+def _prepass_milliseconds(run: Callable[[], Any], device: torch.device) -> float:
+    """Of one call, of several in a row, so that the GPU never waits for a launch."""
+
+    def calls() -> None:
+        with torch.no_grad():
+            for _ in range(PREPASS_CALLS):
+                run()
+
+    calls()
+    return statistics.median(_milliseconds(calls, device) for _ in range(5)) / PREPASS_CALLS

@@ -38,6 +38,9 @@ def text_table(result: dict[str, Any]) -> str:
     lines = [
         "  ".join(cell.rjust(width) if i else cell.ljust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True))) for row in rows
     ]
+    for one in contenders:
+        if "prepass_gb_per_s" in one:
+            lines.append(f"{one['name']}: quantising takes {_number(one, 'prepass_milliseconds', 'inference', form='.3f')} ms, {_of_copying(one)}")
     return "\n".join([*lines, *(f"{what}: {why}" for what, why in result["unavailable"].items())])
 
 
@@ -77,6 +80,11 @@ def _number(one: dict[str, Any], *keys: str, form: str) -> str:
     return NONE if found is None else format(found, form)
 
 
+def _of_copying(one: dict[str, Any]) -> str:
+    """How fast the pre-pass moves its bytes."""
+    return f"{one['prepass_gb_per_s']:.0f} GB/s, {one['prepass_gb_per_s'] / one['copy_gb_per_s']:.0%} of a copy's"
+
+
 def _time(one: dict[str, Any], measurement: str, baseline: str) -> str:
     ratio = _number(one, "ratio", baseline, measurement, form=".2f")
     return _number(one, "milliseconds", measurement, form=".2f") + (f" ({ratio})" if ratio else "")
@@ -109,7 +117,8 @@ def _rates(results: list[dict[str, Any]]) -> str:
         rates = [_number(one, kind, name, form=".0f") for name in MEASUREMENTS[:3] for kind in ("tflops", "executed_tflops")]
         for name in ("inference", "forward"):
             share = _number(one, "prepass_share", name, form=".1%")
-            rates.append(_number(one, "prepass_milliseconds", name, form=".3f") + (f" ({share})" if share else ""))
+            moved = f", {_of_copying(one)}" if name == "inference" and "prepass_gb_per_s" in one else NONE
+            rates.append(_number(one, "prepass_milliseconds", name, form=".3f") + (f" ({share}{moved})" if share else ""))
         return rates
 
     heads = [f"{name}{kind}" for name in MEASUREMENTS[:3] for kind in ("", ", executed")]

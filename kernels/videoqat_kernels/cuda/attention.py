@@ -36,6 +36,21 @@ class ForwardResult(NamedTuple):
     l: Tensor
 
 
+class QuantisedInputs(NamedTuple):
+    """All that comes before the attention kernel.
+
+    Attributes:
+        q, kv: the operands (layout.cuh).
+        mean_k: with smooth_k, fp32 (B, H_kv, 1, d): what was subtracted; else None.
+        parts: from which block of 128 queries on, and what smooth_q adds to Q K^T there (None: nothing, for all). Made as it is asked for.
+    """
+
+    q: Tensor
+    kv: Tensor
+    mean_k: Tensor | None
+    parts: Iterable[tuple[int, Tensor | None]]
+
+
 def maximum_first(recipe: Recipe) -> bool:
     """Whether rescaling by a running maximum could change codes of P that matter: then it is found in a pass of its own, a third product."""
     return recipe.p_gain_log2 < 8
@@ -55,25 +70,31 @@ def forward(
     """
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
-    q_BNHd, k_BNHd, v_BNHd = (_readable(x) for x in (q_BNHd, k_BNHd, v_BNHd))
     with _on(q_BNHd):
         kv_len = None if kv_len_B is None else kv_len_B.to(torch.int32)
-        mean_q = mean_k = None
-        parts: Iterable[tuple[int, Tensor | None]] = [(0, None)]
-        if recipe.smooth_q or recipe.smooth_k:
-            from videoqat_kernels.triton_ops.smoothing import biases, mean_over_blocks, mean_over_tokens
-
-            lengths = torch.full((B,), Nk, dtype=torch.int32, device=q_BNHd.device) if kv_len is None else kv_len
-            mean_k = mean_over_tokens(k_BNHd, lengths) if recipe.smooth_k else None
-            if recipe.smooth_q:
-                mean_q = mean_over_blocks(q_BNHd)
-                parts = biases(mean_q, k_BNHd, mean_k, lengths, 1.0)
-        q, kv = quantize_q(product, q_BNHd, recipe, mean_q), quantize_kv(product, k_BNHd, v_BNHd, kv_len, recipe, mean_k)
-        result = _attend(product, q, kv, kv_len, (B, Nq, H, d), Nk, q_BNHd.dtype, recipe, scale, causal, parts)
-        if mean_k is not None:  # what smoothing took from every logit of the row
-            mean_of_head = mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
+        x = quantise_inputs(product, q_BNHd, k_BNHd, v_BNHd, kv_len, recipe)
+        result = _attend(product, x.q, x.kv, kv_len, (B, Nq, H, d), Nk, q_BNHd.dtype, recipe, scale, causal, x.parts)
+        if x.mean_k is not None:  # what smoothing took from every logit of the row
+            mean_of_head = x.mean_k.repeat_interleave(H // H_kv, dim=1).squeeze(2)
             result.lse.add_(torch.einsum("bnhd,bhd->bhn", q_BNHd.float(), mean_of_head), alpha=scale)
     return result
+
+
+def quantise_inputs(product: str, q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len: Tensor | None, recipe: Recipe) -> QuantisedInputs:
+    """Smooths, if the recipe wants it, and quantises. Arguments as for `forward`, on the current device; kv_len int32."""
+    q_BNHd, k_BNHd, v_BNHd = (_readable(x) for x in (q_BNHd, k_BNHd, v_BNHd))
+    mean_q = mean_k = None
+    parts: Iterable[tuple[int, Tensor | None]] = [(0, None)]
+    if recipe.smooth_q or recipe.smooth_k:
+        from videoqat_kernels.triton_ops.smoothing import biases, mean_over_blocks, mean_over_tokens
+
+        B, Nk = k_BNHd.shape[:2]
+        lengths = torch.full((B,), Nk, dtype=torch.int32, device=q_BNHd.device) if kv_len is None else kv_len
+        mean_k = mean_over_tokens(k_BNHd, lengths) if recipe.smooth_k else None
+        if recipe.smooth_q:
+            mean_q = mean_over_blocks(q_BNHd)
+            parts = biases(mean_q, k_BNHd, mean_k, lengths, 1.0)
+    return QuantisedInputs(quantize_q(product, q_BNHd, recipe, mean_q), quantize_kv(product, k_BNHd, v_BNHd, kv_len, recipe, mean_k), mean_k, parts)
 
 
 def encode(product: str, x_BNHd: Tensor, lengths_B: Tensor | None, along_tokens: bool, divisors: tuple[float, ...]) -> list[Tensor]:
