@@ -96,84 +96,83 @@ VQ_INLINE const float* mean_of_token(const QuantizeArguments& a, int64_t bh, int
     return a.mean + (bh * ceil_div(a.N, a.mean_tokens) + token / a.mean_tokens) * D;
 }
 
-// Q and K: blocks along channels. A warp quantises 16 rows; a lane eight channels of every 32, of two of them.
+constexpr int kThreads = 1280;  // of a processor, at least: for its registers, so that some load while others compute
+
+// Q and K: blocks along channels. A warp quantises 16 rows, 64 channels at a time, which leaves registers for more warps; a lane eight channels of
+// every 32, of two rows.
 template <int D, bool kIsK>
-__global__ void __launch_bounds__(256) quantize_rows(const __grid_constant__ QuantizeArguments a) {
+__global__ void __launch_bounds__(256, kThreads / 256) quantize_rows(const __grid_constant__ QuantizeArguments a) {
     constexpr int kSteps = D / 64;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const int tile = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
     const int64_t bh = static_cast<int64_t>(b) * a.H + h;
     const int length = a.lengths == nullptr ? a.N : a.lengths[b];
     const char* source = static_cast<const char*>(a.x) + 2 * (b * a.stride_b + h * a.stride_h);
-
-    uint4 raw[2][D / 32];
-    int tokens[2];
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    unsigned char* out = kIsK ? a.operand + (bh * (gridDim.x + 1) + tile) * pair_bytes(D) : a.operand + ((bh * gridDim.x + tile) * 8 + warp) * query_bytes(D);
+    auto token = [&](int row) {
         const int position = 16 * warp + 8 * row + g;
-        tokens[row] = tile * 128 + (kIsK ? key_of_column(position) : position);
-#pragma unroll
-        for (int c = 0; c < D / 32; ++c) {
-            raw[row][c] = make_uint4(0, 0, 0, 0);
-            if (tokens[row] < length) raw[row][c] = *reinterpret_cast<const uint4*>(source + 2 * (tokens[row] * a.stride_n + 32 * c + 8 * q));
-        }
-    }
+        return tile * 128 + (kIsK ? key_of_column(position) : position);
+    };
 
-    uint32_t words[2][D / 32], scales[2][kSteps];
+    uint32_t before[2][2] = {}, words[2][2];  // of the step before, and of this one
+#pragma unroll 1
+    for (int s = 0; s < kSteps; ++s) {
+        uint4 raw[2][2];
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-        const float* mean = mean_of_token(a, bh, tokens[row], D);
-        uint32_t bytes[D / 32];
+        for (int row = 0; row < 2; ++row) {
 #pragma unroll
-        for (int c = 0; c < D / 32; ++c) {
-            HalfBlock block;
-            const uint32_t pairs[4] = {raw[row][c].x, raw[row][c].y, raw[row][c].z, raw[row][c].w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const float2 x = to_floats(pairs[i], a.is_half);
-                block.x[2 * i] = x.x, block.x[2 * i + 1] = x.y;
+            for (int i = 0; i < 2; ++i) {
+                raw[row][i] = make_uint4(0, 0, 0, 0);
+                if (token(row) < length) raw[row][i] = *reinterpret_cast<const uint4*>(source + 2 * (token(row) * a.stride_n + 64 * s + 32 * i + 8 * q));
             }
-            if (mean != nullptr && tokens[row] < length) subtract_mean(block, mean + 32 * c + 8 * q);
-            words[row][c] = block.quantize(a, bytes[c]);
         }
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) scales[row][s] = join_scales(bytes[2 * s], bytes[2 * s + 1], q);
-    }
 
+        uint32_t scales[2];
+#pragma unroll
+        for (int row = 0; row < 2; ++row) {
+            const float* mean = mean_of_token(a, bh, token(row), D);
+            uint32_t bytes[2];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                HalfBlock block;
+                const uint32_t pairs[4] = {raw[row][i].x, raw[row][i].y, raw[row][i].z, raw[row][i].w};
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    const float2 x = to_floats(pairs[j], a.is_half);
+                    block.x[2 * j] = x.x, block.x[2 * j + 1] = x.y;
+                }
+                if (mean != nullptr && token(row) < length) subtract_mean(block, mean + 64 * s + 32 * i + 8 * q);
+                before[row][i] = s == 0 ? 0 : words[row][i];
+                words[row][i] = block.quantize(a, bytes[i]);
+            }
+            scales[row] = join_scales(bytes[0], bytes[1], q);
+        }
+
+        if constexpr (kIsK) {
+            // The warp's n-tiles are 4u + T with T = 2 (warp & 1) + row: lane q = row of each quad writes that row's words.
+            const int to = scale_word((warp >> 1) * kSteps + s, 4 * g + 2 * (warp & 1) + q);
+            if (q < 2) *reinterpret_cast<uint32_t*>(out + 64 * D + to) = q == 0 ? scales[0] : scales[1];
+        } else {
+            *reinterpret_cast<uint4*>(out + s * kUnit + lane * 16) = make_uint4(words[0][0], words[1][0], words[0][1], words[1][1]);
+            if ((q >> 1) % kSteps == s) *reinterpret_cast<uint32_t*>(out + 8 * D + lane * 4) = (q & 1) == 0 ? scales[0] : scales[1];
+        }
+    }
     if constexpr (kIsK) {
-        unsigned char* out = a.operand + (bh * (gridDim.x + 1) + tile) * pair_bytes(D);
         if constexpr (D == 128) {
 #pragma unroll
             for (int row = 0; row < 2; ++row) {
                 *reinterpret_cast<uint4*>(out + (2 * warp + row) * kUnit + lane * 16) =
-                    make_uint4(words[row][0], words[row][1], words[row][2], words[row][3]);
+                    make_uint4(before[row][0], before[row][1], words[row][0], words[row][1]);
             }
         } else {
             *reinterpret_cast<uint4*>(out + warp * kUnit + lane * 16) = make_uint4(words[0][0], words[0][1], words[1][0], words[1][1]);
         }
-        // The warp's n-tiles are 4u + T with T = 2 (warp & 1) + row: lane q = row of each quad writes that row's words.
-        if (q < 2) {
-#pragma unroll
-            for (int s = 0; s < kSteps; ++s) {
-                const int to = scale_word((warp >> 1) * kSteps + s, 4 * g + 2 * (warp & 1) + q);
-                *reinterpret_cast<uint32_t*>(out + 64 * D + to) = q == 0 ? scales[0][s] : scales[1][s];
-            }
-        }
-    } else {
-        unsigned char* out = a.operand + (bh * gridDim.x * 8 + tile * 8 + warp) * query_bytes(D);
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s) {
-            *reinterpret_cast<uint4*>(out + s * kUnit + lane * 16) = make_uint4(words[0][2 * s], words[1][2 * s], words[0][2 * s + 1], words[1][2 * s + 1]);
-        }
-        const int s = (q >> 1) % kSteps;
-        const uint32_t row0 = s == 0 ? scales[0][0] : scales[0][kSteps - 1], row8 = s == 0 ? scales[1][0] : scales[1][kSteps - 1];
-        *reinterpret_cast<uint32_t*>(out + 8 * D + lane * 4) = (q & 1) == 0 ? row0 : row8;
     }
 }
 
 // V: blocks along tokens. The tile is turned in shared memory; then a lane quantises eight tokens of every 32, of two channels.
 template <int D>
-__global__ void __launch_bounds__(2 * D) quantize_columns(const __grid_constant__ QuantizeArguments a) {
+__global__ void __launch_bounds__(2 * D, kThreads / (2 * D)) quantize_columns(const __grid_constant__ QuantizeArguments a) {
     constexpr int kPitch = D / 2;  // 32-bit words of a token
     __shared__ __align__(16) uint32_t turned[128 * kPitch];
     const int tile = blockIdx.x, h = blockIdx.y, b = blockIdx.z;
@@ -194,26 +193,37 @@ __global__ void __launch_bounds__(2 * D) quantize_columns(const __grid_constant_
     __syncthreads();
 
     const int q = threadIdx.x & 3, pair = threadIdx.x >> 2;
-    uint32_t words[2][4], bytes[2][4];
+    uint32_t before[2][2] = {}, words[2][2], scales_before[2] = {}, scales[2];  // of tokens 0 to 63, and 64 to 127; of the two channels
+#pragma unroll 1
+    for (int s = 0; s < 2; ++s) {
+        uint32_t bytes[2][2];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-        HalfBlock even, odd;
+        for (int i = 0; i < 2; ++i) {
+            HalfBlock even, odd;
 #pragma unroll
-        for (int e = 0; e < 8; ++e) {
-            const float2 x = to_floats(turned[place(32 * c + 8 * q + e, pair)], a.is_half);
-            even.x[e] = x.x, odd.x[e] = x.y;
+            for (int e = 0; e < 8; ++e) {
+                const float2 x = to_floats(turned[place(64 * s + 32 * i + 8 * q + e, pair)], a.is_half);
+                even.x[e] = x.x, odd.x[e] = x.y;
+            }
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                before[j][i] = s == 0 ? 0 : words[j][i];
+                words[j][i] = (j == 0 ? even : odd).quantize(a, bytes[j][i]);
+            }
         }
-        words[0][c] = even.quantize(a, bytes[0][c]);
-        words[1][c] = odd.quantize(a, bytes[1][c]);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            scales_before[j] = s == 0 ? 0 : scales[j];
+            scales[j] = join_scales(bytes[j][0], bytes[j][1], q);
+        }
     }
 
     unsigned char* out = a.operand + (bh * (gridDim.x + 1) + tile + 1) * pair_bytes(D) + tile_bytes(D);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
         const int channel = 2 * pair + j, g = channel & 7, n_tile = channel >> 3;
-        *reinterpret_cast<uint4*>(out + n_tile * kUnit + (4 * g + q) * 16) = make_uint4(words[j][0], words[j][1], words[j][2], words[j][3]);
-        const uint2 scales = make_uint2(join_scales(bytes[j][0], bytes[j][1], q), join_scales(bytes[j][2], bytes[j][3], q));
-        if (q == j) *reinterpret_cast<uint2*>(out + 64 * D + scale_word((n_tile >> 2) * 2, 4 * g + (n_tile & 3))) = scales;
+        *reinterpret_cast<uint4*>(out + n_tile * kUnit + (4 * g + q) * 16) = make_uint4(before[j][0], before[j][1], words[j][0], words[j][1]);
+        if (q == j) *reinterpret_cast<uint2*>(out + 64 * D + scale_word((n_tile >> 2) * 2, 4 * g + (n_tile & 3))) = make_uint2(scales_before[j], scales[j]);
     }
 }
 
