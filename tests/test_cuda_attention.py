@@ -70,9 +70,9 @@ def check(kernel, q, k, v, recipe=ATTN_QAT, **options):
 
 
 def difficult(batch, tokens, heads, channels, dtype):
-    """Magnitudes from 2^-14 to 2^9, zeros, subnormal scales, ties, NaN and infinities."""
+    """Magnitudes from 2^-14 to 2^12: zeros, subnormal scales and the largest one, ties, NaN and infinities."""
     x = normal(batch, tokens, heads, channels, seed=tokens, dtype=torch.float32)
-    exponents = torch.randint(-14, 10, (batch, tokens, heads, channels // 16), generator=torch.Generator().manual_seed(tokens))
+    exponents = torch.randint(-14, 13, (batch, tokens, heads, channels // 16), generator=torch.Generator().manual_seed(tokens))
     x *= torch.exp2(exponents.float()).repeat_interleave(16, dim=3).cuda()
     x[0, 1 % tokens] = 0
     x[0, 2 % tokens, 0] = -1e-7
@@ -91,6 +91,7 @@ def difficult(batch, tokens, heads, channels, dtype):
         (300, 64, torch.float16, SEARCH_DIVISORS),
         (1000, 128, torch.bfloat16, SEARCH_DIVISORS),
         (130, 128, torch.float16, (4.0, 6.0)),
+        (90, 64, torch.bfloat16, (6.0, 8.0, 5.0)),  # with the second, some numbers lie beyond the grid
     ],
 )
 def test_codes_are_the_oracles(kernel, tokens, channels, dtype, divisors, along_tokens):
