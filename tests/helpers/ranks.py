@@ -11,6 +11,7 @@ already, and use one thread each.
 """
 
 import dataclasses
+import faulthandler
 import importlib.util
 import multiprocessing
 import multiprocessing.connection
@@ -49,6 +50,7 @@ def _main(rank: int, world_size: int, port: int, module: str, file: str, name: s
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is the parent's, as under torchrun
     }
+    faulthandler.enable()  # a crash in native code shows where
     torch.set_num_threads(1)
     try:
         if module not in sys.modules:  # pytest imports test modules in its own way
