@@ -17,9 +17,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +31,8 @@ import torch.distributed as dist
 
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "diffusers.models.transformers.transformer_wan"]
 
+CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -37,6 +41,7 @@ class Outcome:
     result: Any = None
     error: str = ""
     exit_code: int | None = None
+    returned: bool = False
     ended_at: float = 0.0
 
 
@@ -98,6 +103,7 @@ def outcomes(function: Callable[..., Any], world_size: int, *arguments: Any, tim
                 except EOFError:
                     continue  # killed: it left no word
                 setattr(found[rank], kind, value)
+                found[rank].returned = kind == "result"
         for rank, process in enumerate(processes):
             process.join(max(0.0, deadline - time.monotonic()))
             found[rank].exit_code = process.exitcode
@@ -121,6 +127,12 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         TimeoutError: not all ended within `timeout` seconds.
     """
     found = outcomes(function, world_size, *arguments, timeout=timeout)
+    crashed = {rank: outcome for rank, outcome in enumerate(found) if outcome.exit_code in CRASHES and not outcome.error}
+    if crashed:
+        # Seen once in several hundred starts, and not to be had again: told in pytest's summary, so that it is not forgotten.
+        told = ", ".join(f"rank {rank} {'after' if outcome.returned else 'before'} it had its result" for rank, outcome in crashed.items())
+        warnings.warn(f"{function.__qualname__} crashed in native code on {told}; run once more", stacklevel=2)
+        found = outcomes(function, world_size, *arguments, timeout=timeout)
     failed = [rank for rank, outcome in enumerate(found) if outcome.exit_code != 0]
     if failed:
         first = min(failed, key=lambda rank: found[rank].ended_at)
