@@ -162,7 +162,7 @@ def test_ranks_that_differ_are_named_on_every_rank() -> None:
 
 def _lose_one(how: str) -> str:
     """Rank 1 leaves before the third step; what rank 0 is told."""
-    with open_mesh(ParallelConfig(step_timeout_s=3, start_timeout_s=60), CPU) as mesh:
+    with open_mesh(ParallelConfig(step_timeout_s=3 if how == "silent" else 60, start_timeout_s=60), CPU) as mesh:
         mesh.steady()
         for step in range(1, 100):
             if mesh.rank == 1 and step == 3:
@@ -186,8 +186,7 @@ def test_a_lost_rank_ends_the_others_with_the_reason(how: str) -> None:
     assert "the same command, started again, continues from the last checkpoint" in survivor.error
     assert lost.exit_code == {"killed": -signal.SIGKILL, "failed": 1, "silent": 0}[how]
     assert {"killed": not lost.error, "failed": "can't be read" in lost.error, "silent": lost.result == "slept"}[how]
-    timed_out, closed = "(Timed out waiting 3000ms" in survivor.error, "by peer" in survivor.error  # closed or reset, as it comes
-    assert {"killed": closed, "failed": closed or timed_out, "silent": timed_out}[how]  # who fails has last words first, which take seconds
+    assert ("(Timed out waiting 3000ms" if how == "silent" else "by peer") in survivor.error  # closed or reset, as it comes
     assert survivor.ended_at <= lost.ended_at or how != "silent"
 
 
