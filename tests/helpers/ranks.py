@@ -17,11 +17,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,8 +28,6 @@ import torch
 import torch.distributed as dist
 
 _PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "diffusers.models.transformers.transformer_wan"]
-
-CRASHES = (-signal.SIGSEGV, -signal.SIGABRT)
 
 
 @dataclasses.dataclass
@@ -127,14 +123,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *arguments: Any, ti
         TimeoutError: not all ended within `timeout` seconds.
     """
     found = outcomes(function, world_size, *arguments, timeout=timeout)
-    crashed = {rank: outcome for rank, outcome in enumerate(found) if outcome.exit_code in CRASHES and not outcome.error}
-    if crashed:
-        # Seen once in several hundred starts, and not to be had again: told in pytest's summary, so that it is not forgotten.
-        told = ", ".join(f"rank {rank} {'after' if outcome.returned else 'before'} it had its result" for rank, outcome in crashed.items())
-        warnings.warn(f"{function.__qualname__} crashed in native code on {told}; run once more", stacklevel=2)
-        found = outcomes(function, world_size, *arguments, timeout=timeout)
     failed = [rank for rank, outcome in enumerate(found) if outcome.exit_code != 0]
     if failed:
         first = min(failed, key=lambda rank: found[rank].ended_at)
-        raise AssertionError(f"rank {first} of {world_size} failed (exit code {found[first].exit_code})\n{found[first].error}")
+        when = ", after it had its result" if found[first].returned else ""
+        raise AssertionError(f"rank {first} of {world_size} failed (exit code {found[first].exit_code}{when})\n{found[first].error}")
     return [outcome.result for outcome in found]
