@@ -100,7 +100,7 @@ def _place(config: ParallelConfig) -> tuple:
         mesh.steady()
         value = torch.tensor([10.0**mesh.dp_rank])
         partners = [] if mesh.sp_group is None else dist.get_process_group_ranks(mesh.sp_group)
-        numbers = (mesh.sum_over_dp(value).item(), mesh.mean_over_dp(value).item(), value.item())
+        numbers = (mesh.sum_over_dp(value).item(), value.item())
         told = (mesh.any(False), mesh.any(mesh.rank == 1), mesh.gather_objects(mesh.rank))
         mesh.agree({"equal": 1})
         mesh.barrier()
@@ -116,7 +116,7 @@ def _place(config: ParallelConfig) -> tuple:
 
 def test_one_process_needs_no_launcher_and_may_do_it_again() -> None:
     for _ in range(3):
-        assert _place(ParallelConfig()) == ((0, 0, 0), [], (1.0, 1.0, 1.0), (False, False, [0]), (1,), [0])
+        assert _place(ParallelConfig()) == ((0, 0, 0), [], (1.0, 1.0), (False, False, [0]), (1,), [0])
         assert not dist.is_initialized()
     with open_mesh(ParallelConfig(), CPU), pytest.raises(RuntimeError, match="has a process group already"), open_mesh(ParallelConfig(), CPU):
         pass
@@ -132,13 +132,13 @@ def test_sp_is_innermost_and_each_position_counts_once() -> None:
     everybody = [0, 1, 2, 3]
     told = (False, True, everybody)
     assert run_ranks(_place, 4, ParallelConfig(dp_replicate=2, sp=2)) == [
-        ((0, 0, 0), [0, 1], (11.0, 5.5, 1.0), told, (2, 2), everybody),
-        ((1, 0, 1), [0, 1], (11.0, 5.5, 1.0), told, (2, 2), everybody),
-        ((2, 1, 0), [2, 3], (11.0, 5.5, 10.0), told, (2, 2), everybody),
-        ((3, 1, 1), [2, 3], (11.0, 5.5, 10.0), told, (2, 2), everybody),
+        ((0, 0, 0), [0, 1], (11.0, 1.0), told, (2, 2), everybody),
+        ((1, 0, 1), [0, 1], (11.0, 1.0), told, (2, 2), everybody),
+        ((2, 1, 0), [2, 3], (11.0, 10.0), told, (2, 2), everybody),
+        ((3, 1, 1), [2, 3], (11.0, 10.0), told, (2, 2), everybody),
     ]
     first, *_, last = run_ranks(_place, 4, ParallelConfig())
-    assert first == ((0, 0, 0), [], (1111.0, 277.75, 1.0), told, (4,), everybody)
+    assert first == ((0, 0, 0), [], (1111.0, 1.0), told, (4,), everybody)
     assert last[0] == (3, 3, 0)
 
 

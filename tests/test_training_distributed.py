@@ -128,6 +128,8 @@ def test_logs_are_those_of_one_process(runs: dict[str, Any], layout: str) -> Non
     assert not any("communication_seconds" in row for row in expected)
     sessions = json.loads((Path(runs[layout].out) / "provenance.json").read_text())["sessions"]
     assert [session["layout"][:1] for session in sessions] == ["2"]
+    assert sessions[0]["engine"] == "fsdp"
+    assert sessions[0]["ulysses"] == (None if layout == "shard" else {"degree": 2, "wire": "bf16", "asked_for": "auto"})
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

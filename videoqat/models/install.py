@@ -127,6 +127,12 @@ def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: M
         layer.module.processor.ulysses = ulysses  # type: ignore[union-attr]
 
 
+def divided_by(transformer: nn.Module) -> Ulysses | None:
+    """What `shard_sequence` divides this transformer's sequences by, or None."""
+    sharded: _Sharded | None = getattr(transformer, "_videoqat_sharded", None)
+    return None if sharded is None else sharded.ulysses
+
+
 def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses: Ulysses) -> None:
     """Requires that these layers can attend by `recipe` when the sequence is divided, and quantise the same numbers together.
 

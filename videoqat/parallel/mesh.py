@@ -141,10 +141,6 @@ class Mesh:
             dist.all_reduce(total, group=self.device_mesh.get_group(axis))
         return total
 
-    def mean_over_dp(self, tensor: Tensor) -> Tensor:
-        """The mean over data-parallel positions, on every rank; each sp group counts once. Not differentiable."""
-        return self.sum_over_dp(tensor) / self.layout.dp
-
     def any(self, flag: bool) -> bool:
         """Whether `flag` holds on some rank."""
         held = torch.tensor(int(flag))

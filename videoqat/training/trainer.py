@@ -16,6 +16,7 @@ from videoqat.console import is_rank_zero, progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.errors import NonFiniteError, UserError
 from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.models.install import divided_by
 from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance, versions
 from videoqat.training import state
@@ -134,6 +135,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         state.remove_leftovers(out / "checkpoints")
         session: dict[str, Any] = provenance(str(mesh.device)) | {"layout": str(mesh.layout), "first_step": first}
         session["resumed_from"] = str(chosen) if chosen else None
+        ulysses = divided_by(engine.transformer)
+        session |= {"engine": config.parallel.engine, "ulysses": None if ulysses is None else ulysses.describe(job.recipe)}
         log: RunLog | None = None
         earlier: list[dict[str, Any]] = []
         with together(mesh):
@@ -147,7 +150,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         size = f"{num_weights:,} weights, {len(job.cache)} samples, steps {first} to {loop.steps}"
         say(f"training {config.model.component} of {config.model.path} on {mesh.device}: {size}; world size {mesh.layout}")
         how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
-        say(f"attention: recipe {job.recipe.name} in {len(engine.layers)} layers ({how})")
+        wire = "" if ulysses is None else f"; q, k and v travel {'as 4-bit codes' if session['ulysses']['wire'] == 'packed' else 'as they are'}"
+        say(f"attention: recipe {job.recipe.name} in {len(engine.layers)} layers ({how}){wire}")
 
     faults = Faults()
     receipts = stack.enter_context(record_receipts())
