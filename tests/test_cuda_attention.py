@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.edges import assert_right, relative_l2
+from helpers.edges import assert_right, difficult
 
 from videoqat.attention import attention, record_receipts
 from videoqat.attention.backends import KERNELS, resolve
 from videoqat.attention.cuda_backend import has_fp4
+from videoqat.attention.metrics import relative_l2
 from videoqat.attention.torch_backend import encode as plain_codes
 from videoqat.recipes import RECIPES, SEARCH_DIVISORS, AttentionRecipe
 
@@ -69,19 +70,6 @@ def check(kernel, q, k, v, recipe=ATTN_QAT, **options):
 # Codes
 
 
-def difficult(batch, tokens, heads, channels, dtype):
-    """Magnitudes from 2^-14 to 2^12: zeros, subnormal scales and the largest one, ties, NaN and infinities."""
-    x = normal(batch, tokens, heads, channels, seed=tokens, dtype=torch.float32)
-    exponents = torch.randint(-14, 13, (batch, tokens, heads, channels // 16), generator=torch.Generator().manual_seed(tokens))
-    x *= torch.exp2(exponents.float()).repeat_interleave(16, dim=3).cuda()
-    x[0, 1 % tokens] = 0
-    x[0, 2 % tokens, 0] = -1e-7
-    x[0, 4 % tokens, 0, :8] = torch.tensor([6, 0.25, 0.75, 1.25, -2.5, 3.5, 5, -0.0])
-    if tokens > 32:
-        x[0, 7, 0, 2], x[0, 20, 0, 3], x[-1, -1, -1, -1] = float("nan"), float("inf"), -float("inf")
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "channels", "dtype", "divisors"),
@@ -96,7 +84,7 @@ def difficult(batch, tokens, heads, channels, dtype):
 )
 def test_codes_are_the_oracles(kernel, tokens, channels, dtype, divisors, along_tokens):
     """Codes and scales bit by bit, with strides, and with garbage past the end. In NaN blocks codes mean nothing."""
-    x = difficult(2, tokens, 3, channels, dtype)
+    x = difficult(2, tokens, 3, channels, dtype).cuda()
     view = torch.empty(2, 3, tokens, channels + 8, dtype=dtype, device="cuda")[..., :channels].transpose(1, 2).copy_(x)
     lengths = torch.tensor([tokens, tokens // 2], device="cuda")
     view[1, tokens // 2 :] = float("nan")

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.edges import assert_right, reference_and_open_rows, relative_l2
+from helpers.edges import assert_right, difficult, reference_and_open_rows
 from videoqat_kernels.cuda import attention, build, layout, library
 
 from videoqat.attention import bench, reference
 from videoqat.attention.bench_table import render, text_table
+from videoqat.attention.metrics import relative_l2
 from videoqat.attention.torch_backend import encode as plain_codes
 from videoqat.config import BenchAttentionConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from videoqat.generation.single import generate, plan
@@ -64,19 +65,6 @@ def check(q, k, v, recipe=ATTN_QAT, scale=0.2, kv_len=None, causal=False):
     assert relative_l2(got.l, l_BHN) < 1e-5
 
 
-def difficult(tokens, channels, dtype):
-    """Magnitudes from 2^-14 to 2^12: zeros, subnormal scales and the largest one, ties, NaN and infinities."""
-    x = normal(2, tokens, 2, channels, seed=tokens, dtype=torch.float32)
-    exponents = torch.randint(-14, 13, (2, tokens, 2, channels // 16), generator=torch.Generator().manual_seed(tokens))
-    x *= torch.exp2(exponents.float()).repeat_interleave(16, dim=3)
-    x[0, 1 % tokens] = 0
-    x[0, 2 % tokens, 0] = -1e-7
-    x[0, 4 % tokens, 0, :8] = torch.tensor([6, 0.25, 0.75, 1.25, -2.5, 3.5, 5, -0.0])
-    if tokens > 32:
-        x[0, 7, 0, 2], x[0, 20, 0, 3], x[-1, -1, -1, -1] = float("nan"), float("inf"), -float("inf")
-    return x.to(dtype)
-
-
 @pytest.mark.parametrize("along_tokens", [False, True])
 @pytest.mark.parametrize(
     ("tokens", "channels", "dtype", "divisors"),
@@ -90,7 +78,7 @@ def difficult(tokens, channels, dtype):
 )
 def test_codes_are_the_oracles(tokens, channels, dtype, divisors, along_tokens):
     """With strides, and with garbage past the end. In NaN blocks codes mean nothing."""
-    view = torch.empty(2, 2, tokens, channels + 8, dtype=dtype)[..., :channels].transpose(1, 2).copy_(difficult(tokens, channels, dtype))
+    view = torch.empty(2, 2, tokens, channels + 8, dtype=dtype)[..., :channels].transpose(1, 2).copy_(difficult(2, tokens, 2, channels, dtype))
     lengths = torch.tensor([tokens, tokens // 2])
     view[1, tokens // 2 :] = float("nan")
     codes, scales = attention.encode("host", view, lengths, along_tokens, divisors)

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import accumulate, loss_of, plain_gradients, tiny_job, worst_gradient
-from helpers.pipelines import enliven
+from helpers.pipelines import small_and_alive
 from helpers.ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from videoqat.attention import torch_backend
-from videoqat.config import ExampleModelConfig, LoopConfig, ParallelConfig
+from videoqat.config import LoopConfig, ParallelConfig
 from videoqat.errors import ConfigError
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
-from videoqat.models.tiny import build_pipeline
 from videoqat.parallel import checkpointing
 from videoqat.parallel.checkpointing import checkpoint_blocks
 from videoqat.parallel.mesh import open_mesh
@@ -30,18 +29,12 @@ NUM_LAYERS = 3
 
 @pytest.fixture(scope="module", params=["wan", "cogvideox"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model(tmp_path_factory, request.param)
+    return small_and_alive(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model(tmp_path_factory, "wan")
-
-
-def _model(factory: pytest.TempPathFactory, family: str) -> Path:
-    root = factory.mktemp(family)
-    build_pipeline(ExampleModelConfig(out=str(root / "built"), family=family, num_layers=NUM_LAYERS, num_heads=2, head_dim=16))
-    return enliven(root / "built", root / "alive")
+    return small_and_alive(tmp_path_factory.mktemp("wan"), "wan")
 
 
 def checkpointed(folder: Path, recipe: str, mode: str, offload: bool) -> nn.Module:
@@ -199,7 +192,7 @@ def test_compiled_blocks_have_the_same_gradients_in_one_graph(
     family: str, mode: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under FSDP, whole (a break in the graph would raise). The compiler behind it is left out: it is dynamo and autograd that could go wrong."""
-    folder, graphs = _model(tmp_path_factory, family), []
+    folder, graphs = small_and_alive(tmp_path_factory.mktemp(family), family), []
 
     def counting(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)

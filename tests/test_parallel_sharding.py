@@ -8,7 +8,7 @@ import pytest
 import safetensors
 import torch
 from helpers.engines import accumulate, loss_of, tiny_job
-from helpers.pipelines import change_weights, enliven
+from helpers.pipelines import change_weights, enliven, small_and_alive
 from helpers.ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -28,18 +28,12 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", params=["wan", "cogvideox"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model(tmp_path_factory, request.param)
+    return small_and_alive(tmp_path_factory.mktemp(request.param), request.param)
 
 
 @pytest.fixture(scope="module")
 def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _model(tmp_path_factory, "wan")
-
-
-def _model(factory: pytest.TempPathFactory, family: str) -> Path:
-    root = factory.mktemp(family)
-    build_pipeline(ExampleModelConfig(out=str(root / "built"), family=family, num_layers=3, num_heads=2, head_dim=16))
-    return enliven(root / "built", root / "alive")
+    return small_and_alive(tmp_path_factory.mktemp("wan"), "wan")
 
 
 def test_a_model_is_built_without_numbers_and_without_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

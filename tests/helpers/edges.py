@@ -13,14 +13,25 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import reference
+from videoqat.attention.metrics import relative_l2
 
 TOLERANCE = {torch.bfloat16: 2e-3, torch.float16: 1e-3}
 LAST_BITS = 2.0**-21  # of t in log2 units, relative: a few roundings of fp32
 ONE_STEP = 0.3  # how far a code or a scale moves a row: of two keys, the lighter one from 4 to 6 parts beside 6
 
 
-def relative_l2(a: Tensor, b: Tensor) -> float:
-    return ((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-30)).item()
+def difficult(batch: int, tokens: int, heads: int, channels: int, dtype: torch.dtype) -> Tensor:
+    """(batch, tokens, heads, channels), magnitudes from 2^-14 to 2^12: zeros, subnormal scales and the largest one, ties, NaN, infinities."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn((batch, tokens, heads, channels), generator=generator)
+    exponents = torch.randint(-14, 13, (batch, tokens, heads, channels // 16), generator=torch.Generator().manual_seed(tokens))
+    x *= torch.exp2(exponents.float()).repeat_interleave(16, dim=3)
+    x[0, 1 % tokens] = 0
+    x[0, 2 % tokens, 0] = -1e-7
+    x[0, 4 % tokens, 0, :8] = torch.tensor([6, 0.25, 0.75, 1.25, -2.5, 3.5, 5, -0.0])
+    if tokens > 32:
+        x[0, 7, 0, 2], x[0, 20, 0, 3], x[-1, -1, -1, -1] = float("nan"), float("inf"), -float("inf")
+    return x.to(dtype)
 
 
 def reference_and_open_rows(q, k, v, recipe, step: float, **options) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,13 +10,10 @@ fills a page's template with the tables of one or several result files. The temp
     value(shape, contender, *keys)         any number of a contender, such as value("wan-1.3b", "attn_qat", "relative_l2_error", "dq")
 """
 
-import argparse
-import json
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
-from videoqat.pages import fill, run_line
+from videoqat.pages import fill, print_page, run_line
 
 MEASUREMENTS = ("inference", "forward", "backward", "forward_backward")
 NONE = ""
@@ -137,13 +134,5 @@ def _table(results: list[dict[str, Any]], heads: Row, row: Callable[[dict[str, A
     return "\n".join(lines)
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m videoqat.attention.bench_table", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("template", type=Path, help="a page's template")
-    parser.add_argument("results", type=Path, nargs="+", help="what `videoqat bench attention --json` wrote")
-    arguments = parser.parse_args()
-    print(render(arguments.template.read_text(), [json.loads(path.read_text()) for path in arguments.results]), end="")
-
-
 if __name__ == "__main__":
-    _main()
+    print_page("videoqat.attention.bench_table", "What `bench attention` measured, as a page.", render)

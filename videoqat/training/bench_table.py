@@ -12,13 +12,10 @@ The template may use
     resumed                                     of the first file that resumed onto another layout
 """
 
-import argparse
-import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from videoqat.pages import fill, run_line
+from videoqat.pages import fill, print_page, run_line
 
 
 def render(template: str, files: Iterable[dict[str, Any]]) -> str:
@@ -103,13 +100,5 @@ def _parts(files: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m videoqat.training.bench_table", description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("template", type=Path, help="a page's template")
-    parser.add_argument("results", type=Path, nargs="+", help="what `videoqat bench training --json` wrote")
-    arguments = parser.parse_args()
-    print(render(arguments.template.read_text(), [json.loads(path.read_text()) for path in arguments.results]), end="")
-
-
 if __name__ == "__main__":
-    _main()
+    print_page("videoqat.training.bench_table", "What `bench training` measured, as a page.", render)
