@@ -32,9 +32,10 @@ help:
 demo: venv
 	@OMP_WAIT_POLICY=passive $(BIN)/videoqat demo
 
-# Two or more workers, each with one torch thread (tests/conftest.py); a file stays with one worker, so that its fixtures are built once.
+# Two or more workers, each with one torch thread (tests/conftest.py); a file stays with one worker, so that its fixtures are built once. In their own
+# order: else files of one long test come last, one after the other on one core.
 test: venv
-	@$(BIN)/python -m pytest -q --numprocesses=logical --maxprocesses=8 --dist=loadfile
+	@$(BIN)/python -m pytest -q --numprocesses=logical --maxprocesses=8 --dist=loadfile --no-loadscope-reorder
 
 check: venv
 	$(BIN)/ruff format --check .
