@@ -148,14 +148,6 @@ def named(ranks: Ranks, found: list[int]) -> str:
     return shown + (f" and {len(found) - 4} other ranks" if len(found) > 4 else "")
 
 
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
-
-
 def read_config(arguments: list[str]) -> TrainConfig:
     """The configuration as `videoqat train` reads it.
 
@@ -181,7 +173,7 @@ def check_config(ranks: Ranks, arguments: list[str]) -> tuple[Report, TrainConfi
         config = read_config(arguments)
     except UserError as error:
         wrong = str(error)
-    rows = ranks.gather("configuration", {"wrong": wrong, "settings": flat(to_dict(config)) if config else {}})
+    rows = ranks.gather("configuration", {"wrong": wrong, "settings": dict(state.flat(to_dict(config))) if config else {}})
     faults = defaultdict(list)
     for rank, row in enumerate(rows):
         if row["wrong"]:
