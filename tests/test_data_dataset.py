@@ -28,10 +28,10 @@ def make_cache(folder: Path, counts: dict[str, int]) -> CachedVideos:
         shards[name] = (folder / name).stat().st_size
     samples.sort(key=lambda sample: sample["id"][::-1])
     index = {
-        "format": 1,
+        "format": 2,
         "settings": {"settings_key": "s", "max_text_tokens": 8},
         "geometry": {"in_channels": 2},
-        "null_text": {"key": "null", "shard": "shards/0.safetensors"},
+        "null_condition": {"key": "null", "shard": "shards/0.safetensors"},
         "shards": shards,
         "samples": samples,
     }
@@ -57,7 +57,7 @@ def test_load_gives_the_tensors_of_the_sample(cache: CachedVideos) -> None:
         assert sample["latents"].dtype == torch.float32
         assert torch.equal(sample["latents"], torch.full((2, 1, 2, 2), float(info.key.split("-")[1])))
         assert sample["text"].shape == (3, 4)
-    assert torch.equal(cache.null_text, torch.zeros(1, 4))
+    assert torch.equal(cache.null_condition["text"], torch.zeros(1, 4))
 
 
 def test_every_batch_lies_in_one_bucket_and_no_sample_comes_twice(cache: CachedVideos) -> None:

@@ -83,14 +83,14 @@ def told(out: Path) -> tuple[dict, dict]:
     samples = [{key: value for key, value in sample.items() if key != "shard"} for sample in index["samples"]]
     about = {key: index[key] for key in ("settings", "geometry", "buckets")}
     report["config"].pop("out")
-    return about | {"samples": samples, "null": index["null_text"]["key"]}, {key: value for key, value in report.items() if key != "provenance"}
+    return about | {"samples": samples, "null": index["null_condition"]["key"]}, {key: value for key, value in report.items() if key != "provenance"}
 
 
 def assert_same_cache(one: str, other: str) -> None:
     assert told(Path(one)) == told(Path(other))
     mine, theirs = CachedVideos(one), CachedVideos(other)
     assert mine.fingerprint == theirs.fingerprint
-    assert torch.equal(mine.null_text, theirs.null_text)
+    assert torch.equal(mine.null_condition["text"], theirs.null_condition["text"])
     for index in range(len(mine)):
         a, b = mine.load(index), theirs.load(index)
         assert all(torch.equal(a[name], b[name]) for name in ("latents", "text"))

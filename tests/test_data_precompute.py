@@ -88,8 +88,8 @@ def test_tensors_are_what_vae_and_text_encoder_give(config: PreprocessConfig, so
         assert sample.bucket == "5x32x32"
         assert Path(sample.source) == source / sample.id
     assert not torch.equal(cache.load(0)["latents"], cache.load(1)["latents"])
-    empty = family_of(tiny_pipeline).encode_prompts(encoders, [""], 64)[0]
-    torch.testing.assert_close(cache.null_text, empty, atol=1e-4, rtol=1e-4)
+    empty = family_of(tiny_pipeline).encode_prompts(encoders, [""], 64)[0]["text"]
+    torch.testing.assert_close(cache.null_condition["text"], empty, atol=1e-4, rtol=1e-4)
 
 
 def test_index_carries_settings_geometry_and_counts(config: PreprocessConfig, tiny_pipeline: Path) -> None:

@@ -24,7 +24,7 @@ from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.models.cogvideox import FAMILY, CogVideoXProcessor
 from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
-from videoqat.models.spec import family_of, family_of_transformer
+from videoqat.models.spec import Condition, family_of, family_of_transformer
 from videoqat.models.tiny import build_pipeline, cogvideox_transformer
 from videoqat.parallel.mesh import open_mesh
 from videoqat.parallel.ulysses import Ulysses
@@ -50,14 +50,14 @@ def make_transformer(variant: str = "5b", seed: int = 0, **changes: Any) -> CogV
     return model
 
 
-def make_inputs(model: CogVideoXTransformer3DModel, dtype: torch.dtype = torch.float32, frames: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+def make_inputs(model: CogVideoXTransformer3DModel, dtype: torch.dtype = torch.float32, frames: int = 4) -> tuple[Tensor, Tensor, Condition]:
     """x (2, C, F, 6, 10), t, text (2, 9, D)."""
     generator = torch.Generator().manual_seed(1)
     x, text = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((2, model.config.in_channels, frames, 6, 10), (2, 9, 24)))
-    return x, torch.tensor([0.0175, 0.8035]), text
+    return x, torch.tensor([0.0175, 0.8035]), {"text": text}
 
 
-def outputs_and_gradients(model: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+def outputs_and_gradients(model: nn.Module, inputs: tuple[Tensor, Tensor, Condition]) -> list[Tensor]:
     model.zero_grad()
     out = FAMILY.forward(model, *inputs)
     out.float().square().mean().backward()
@@ -222,7 +222,7 @@ def test_forward_is_what_the_pipeline_computes(variant: str, tiny: Path, tmp_pat
     for kwargs, expected_BFCHW in seen:
         t_B = (kwargs["timestep"] + 0.5) / 1000
         with torch.no_grad():
-            ours_BCFHW = FAMILY.forward(transformer, kwargs["hidden_states"].transpose(1, 2), t_B, kwargs["encoder_hidden_states"])
+            ours_BCFHW = FAMILY.forward(transformer, kwargs["hidden_states"].transpose(1, 2), t_B, {"text": kwargs["encoder_hidden_states"]})
         assert torch.equal(ours_BCFHW.transpose(1, 2), expected_BFCHW)
 
 
@@ -258,13 +258,13 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(tiny: Path) -> None:
     with torch.no_grad():
         expected, _ = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=26)
     encoders = FAMILY.load_encoders(tiny, device="cpu", dtype=torch.float32)
-    texts = FAMILY.encode_prompts(encoders, prompts, 26)
-    assert torch.equal(FAMILY.pad_text(texts, 26), expected)
+    conditions = FAMILY.encode_prompts(encoders, prompts, 26)
+    assert torch.equal(FAMILY.batch_conditions(conditions, 26)["text"], expected)
     counts = FAMILY.count_tokens(encoders, prompts)
     assert counts[:2] == [5, 1]
     assert counts[2] > 26
     with pytest.raises(ConfigError, match=r"20 tokens is not the max_text_tokens=26"):
-        FAMILY.pad_text([texts[0], texts[1][:20]], 26)
+        FAMILY.batch_conditions([conditions[0], {"text": conditions[1]["text"][:20]}], 26)
 
 
 def test_text_length_is_the_models_own(tiny: Path, tmp_path: Path) -> None:
@@ -445,7 +445,8 @@ def test_tokens_are_what_the_transformer_sees(tiny: Path) -> None:
     tokens: list[int] = []
     observe(model, lambda name, q, k, v: tokens.append(q.shape[1]))
     with torch.no_grad():
-        FAMILY.forward(model, torch.zeros(1, *geometry.latent_shape(9, 32, 48)), torch.tensor([0.5]), torch.zeros(1, 4, geometry.text_dim))
+        text_BLD = torch.zeros(1, 4, geometry.text_dim)
+        FAMILY.forward(model, torch.zeros(1, *geometry.latent_shape(9, 32, 48)), torch.tensor([0.5]), {"text": text_BLD})
     assert geometry.num_tokens(9, 32, 48) == 3 * 4 * 6
     assert tokens == [4 + 3 * 4 * 6] * 2
 

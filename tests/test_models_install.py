@@ -30,7 +30,8 @@ def make_model() -> WanTransformer3DModel:
 def run(model: nn.Module) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        return FAMILY.forward(model, torch.randn(1, 4, 3, 8, 8, generator=generator), torch.tensor([0.5]), torch.randn(1, 5, 8, generator=generator))
+        x_BCFHW, text_BLD = torch.randn(1, 4, 3, 8, 8, generator=generator), torch.randn(1, 5, 8, generator=generator)
+        return FAMILY.forward(model, x_BCFHW, torch.tensor([0.5]), {"text": text_BLD})
 
 
 def test_uninstall_restores_the_very_processors(model: WanTransformer3DModel) -> None:

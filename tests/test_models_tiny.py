@@ -102,7 +102,7 @@ def test_transformer_learns(tiny_pipeline: Path) -> None:
     """Flow matching on one batch: after 12 steps the loss has come down by a third."""
     encoders = FAMILY.load_encoders(tiny_pipeline, device="cpu", dtype=torch.float32)
     latents = FAMILY.encode_video(encoders, to_video(garments("train", 2)))
-    text = FAMILY.pad_text(FAMILY.encode_prompts(encoders, [caption_of(0), caption_of(7)], 16), 16)
+    condition = FAMILY.batch_conditions(FAMILY.encode_prompts(encoders, [caption_of(0), caption_of(7)], 16), 16)
     model = FAMILY.load_transformer(tiny_pipeline, "transformer", dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     noise = torch.randn(latents.shape, generator=torch.Generator().manual_seed(0))
@@ -110,7 +110,7 @@ def test_transformer_learns(tiny_pipeline: Path) -> None:
     t = t_B.view(-1, 1, 1, 1, 1)
     losses = []
     for _ in range(12):
-        loss = (FAMILY.forward(model, (1 - t) * latents + t * noise, t_B, text) - (noise - latents)).square().mean()
+        loss = (FAMILY.forward(model, (1 - t) * latents + t * noise, t_B, condition) - (noise - latents)).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

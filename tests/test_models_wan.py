@@ -177,7 +177,7 @@ def test_forward_scales_time_and_equals_per_token_time() -> None:
     inputs = make_inputs(model, torch.float32)
     t_B = torch.tensor([0.017, 0.8035])
     with torch.no_grad():
-        ours = FAMILY.forward(model, inputs["hidden_states"], t_B, inputs["encoder_hidden_states"])
+        ours = FAMILY.forward(model, inputs["hidden_states"], t_B, {"text": inputs["encoder_hidden_states"]})
         whole = model(**inputs, return_dict=False)[0]
         per_token = model(**(inputs | {"timestep": inputs["timestep"].unsqueeze(1).expand(-1, 3 * 4 * 3)}), return_dict=False)[0]
     torch.testing.assert_close(ours, whole, rtol=1e-4, atol=1e-5)
@@ -190,14 +190,14 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(tiny_pipeline: Path) -
     with torch.no_grad():
         expected, _ = pipeline.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=40)
     encoders = FAMILY.load_encoders(tiny_pipeline, device="cpu", dtype=torch.float32)
-    texts = FAMILY.encode_prompts(encoders, prompts, 40)
-    assert [len(text) for text in texts[:1] + texts[2:]] == [5, 1, 40]
-    assert torch.equal(FAMILY.pad_text(texts, 40), expected)
+    conditions = FAMILY.encode_prompts(encoders, prompts, 40)
+    assert [len(condition["text"]) for condition in conditions[:1] + conditions[2:]] == [5, 1, 40]
+    assert torch.equal(FAMILY.batch_conditions(conditions, 40)["text"], expected)
 
 
 def test_text_longer_than_the_padding_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"7 tokens.*max_text_tokens=4"):
-        FAMILY.pad_text([torch.zeros(7, 3)], 4)
+        FAMILY.batch_conditions([{"text": torch.zeros(7, 3)}], 4)
 
 
 def test_video_is_encoded_as_diffusers_encodes_it(tiny_pipeline: Path) -> None:
@@ -300,5 +300,5 @@ def test_tokens_are_what_the_transformer_sees(tiny_pipeline: Path) -> None:
     observe(model, lambda name, q, k, v: tokens.append(q.shape[1]) if name.endswith("attn1") else None)
     x = torch.zeros(1, *geometry.latent_shape(9, 32, 48))
     with torch.no_grad():
-        FAMILY.forward(model, x, torch.tensor([0.5]), torch.zeros(1, 4, geometry.text_dim))
+        FAMILY.forward(model, x, torch.tensor([0.5]), {"text": torch.zeros(1, 4, geometry.text_dim)})
     assert set(tokens) == {geometry.num_tokens(9, 32, 48)} == {math.prod(x.shape[2:])}

@@ -225,7 +225,7 @@ def test_on_a_gpu_the_inputs_go_to_pinned_memory_and_come_back_in_time(wan: Path
     """9,216 tokens, so that copies take longer than it takes to launch what follows. Again and again: a copy that is late shows now and then."""
     family, device = family_of(wan), torch.device("cuda")
     x_BCFHW = torch.randn(1, family.geometry(wan).in_channels, 9, 32, 32, generator=torch.Generator().manual_seed(0)).to(device)
-    t_B, text_BLD = torch.tensor([0.4], device=device), torch.randn(1, 7, family.geometry(wan).text_dim, device=device)
+    t_B, condition = torch.tensor([0.4], device=device), {"text": torch.randn(1, 7, family.geometry(wan).text_dim, device=device)}
     norms, held = {}, {}
     for mode, offload in [("full", False), *MODES]:
         transformer = checkpointed(wan, recipe, mode, offload).to(device, torch.bfloat16)
@@ -233,7 +233,7 @@ def test_on_a_gpu_the_inputs_go_to_pinned_memory_and_come_back_in_time(wan: Path
             transformer.zero_grad()
             torch.cuda.synchronize()
             before = torch.cuda.memory_allocated()
-            loss = family.forward(transformer, x_BCFHW, t_B, text_BLD).float().square().mean()
+            loss = family.forward(transformer, x_BCFHW, t_B, condition).float().square().mean()
             torch.cuda.synchronize()
             held[mode, offload] = torch.cuda.memory_allocated() - before
             loss.backward()

@@ -267,12 +267,12 @@ def test_the_average_is_what_the_steps_weights_say(make: Any) -> None:
 
 def test_captions_are_dropped_by_epoch_in_what_the_model_sees(make: Any) -> None:
     job = check(make("run", objective__caption_dropout=0.5))
-    null = job.cache.null_text.float()
+    null = job.cache.null_condition["text"].float()
     seen = []
     for epoch in range(8):
         batch = load_batch(job, epoch, list(range(6)))
         dropped = []
-        for index, text_LD in enumerate(batch.text_BLD):
+        for index, text_LD in enumerate(batch.condition["text"]):
             text = job.cache.load(index)["text"].float()
             is_null, is_own = (torch.equal(text_LD[: len(t)], t) and not text_LD[len(t) :].any() for t in (null, text))
             assert is_null != is_own

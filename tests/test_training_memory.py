@@ -57,8 +57,8 @@ class _Allocated:
 def _forward(engine: Engine, job: Any, folder: Path) -> torch.Tensor:
     geometry = job.family.geometry(folder)
     size = tuple(map(int, BUCKET.split("x")))
-    text_BLD = torch.zeros(2, TEXT, geometry.text_dim)
-    return job.family.forward(engine.transformer, torch.zeros(2, *geometry.latent_shape(*size)), torch.full((2,), 0.5), text_BLD)
+    condition = {"text": torch.zeros(2, TEXT, geometry.text_dim)}
+    return job.family.forward(engine.transformer, torch.zeros(2, *geometry.latent_shape(*size)), torch.full((2,), 0.5), condition)
 
 
 CASES = [("bf16", "bfloat16", "none"), ("bf16", "bfloat16", "full"), ("bf16", "float32", "keep_attention"), ("attn_qat", "bfloat16", "none"),
@@ -107,10 +107,10 @@ def test_the_estimate_is_near_what_a_gpu_allocates(tmp_path: Path, recipe: str, 
     with open_mesh(job.config.parallel, torch.device("cuda")) as mesh:
         engine = make_engine(job, mesh)
         x_BCFHW = torch.zeros(1, *geometry.latent_shape(61, 256, 256), device=mesh.device)
-        text_BLD = torch.zeros(1, 512, geometry.text_dim, device=mesh.device)
+        condition = {"text": torch.zeros(1, 512, geometry.text_dim, device=mesh.device)}
         for last in (False, True, False, True):  # two steps of two micro-batches
             torch.cuda.reset_peak_memory_stats()
-            prediction = job.family.forward(engine.transformer, x_BCFHW, torch.full((1,), 0.5, device=mesh.device), text_BLD)
+            prediction = job.family.forward(engine.transformer, x_BCFHW, torch.full((1,), 0.5, device=mesh.device), condition)
             engine.backward(prediction.float().square().mean(), last=last)
             if last:
                 engine.update(1e-6, engine.gradient_norm())

@@ -10,6 +10,7 @@ from torch import nn
 from videoqat.config import ObjectiveConfig, OptimizerConfig
 from videoqat.errors import ConfigError
 from videoqat.models.schedules import FlowMatching, NoiseSchedule, VPrediction, timestep
+from videoqat.models.spec import Condition
 from videoqat.training.objective import denoising_loss, draw, resolve, shift_time, time_at_quantile, time_quantiles
 from videoqat.training.optim import Ema, gradient_norm, learning_rate, make_optimizer
 
@@ -94,16 +95,19 @@ def test_caption_dropout_has_its_rate_and_takes_other_samples_in_another_epoch()
 class Recorder:
     """A family whose transformer predicts a constant."""
 
-    def forward(self, transformer: nn.Module, x: torch.Tensor, t: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+    def forward(self, transformer: nn.Module, x: torch.Tensor, t: torch.Tensor, condition: Condition) -> torch.Tensor:
         self.x, self.t = x, t
         return torch.full_like(x, 0.5)
+
+    def given_frames(self, condition: Condition) -> int:
+        return 0
 
 
 def loss_of(schedule: NoiseSchedule, data: list[float], noise: list[float], t: list[float]) -> tuple[list[float], list[float]]:
     """What the model saw, and the losses, of samples that are one number each."""
     family = Recorder()
     latents, drawn = (torch.tensor(x).view(-1, 1, 1, 1, 1).expand(-1, 1, 1, 1, 2) for x in (data, noise))
-    loss_B = denoising_loss(family, schedule, nn.Identity(), latents, drawn, torch.tensor(t), torch.zeros(len(t), 1, 1))  # type: ignore[arg-type]
+    loss_B = denoising_loss(family, schedule, nn.Identity(), latents, drawn, torch.tensor(t), {})  # type: ignore[arg-type]
     assert loss_B.dtype == torch.float32
     return family.x[:, 0, 0, 0, 0].tolist(), loss_B.tolist()
 

@@ -45,7 +45,7 @@ def test_fake_tensors_count_what_real_ones_do(family: str, tmp_path: Path) -> No
     transformer = model.load_transformer(folder, "transformer", dtype=torch.float32)
     x_BCFHW = torch.randn(1, *geometry.latent_shape(9, 64, 64))
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model.forward(transformer, x_BCFHW, torch.rand(1), torch.randn(1, text_tokens, geometry.text_dim))  # all of it as matrix products
+        model.forward(transformer, x_BCFHW, torch.rand(1), {"text": torch.randn(1, text_tokens, geometry.text_dim)})  # all of it as matrix products
     for recipe, cost in counted.items():
         assert cost.attention_flops > 0.01 * cost.linear_flops
         assert cost.linear_flops + cost.attention_flops == counter.get_total_flops(), recipe

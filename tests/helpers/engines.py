@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from videoqat.config import LoopConfig, ModelConfig, OptimizerConfig, ParallelConfig, RuntimeConfig, TrainConfig
 from videoqat.models.install import install
-from videoqat.models.spec import ModelFamily, family_of
+from videoqat.models.spec import Condition, ModelFamily, family_of
 from videoqat.parallel.mesh import Mesh
 from videoqat.recipes import get_recipe
 from videoqat.training.engines import Engine
@@ -38,8 +38,8 @@ def tiny_job(folder: Path, recipe: str = "attn_qat", **changes: Any) -> Any:
     return SimpleNamespace(config=config, family=family_of(folder), recipe=get_recipe(recipe))
 
 
-def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Noisy latents (B, C, F, H, W), times (B,), text (B, L, D) and targets, each a function of the sample's number. 27 video tokens each."""
+def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, Tensor]:
+    """Noisy latents (B, C, F, H, W), times (B,), the condition and targets, each a function of the sample's number. 27 video tokens each."""
     family = family_of(folder)
     geometry = family.geometry(folder)
     frames, height, width = (3 * part for part in geometry.patch)
@@ -48,17 +48,18 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Tensor, Ten
         return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * sample + len(shape)))
 
     x_BCFHW = torch.stack([draw(sample, geometry.in_channels, frames, height, width) for sample in samples])
-    text_BLD = torch.stack(
-        [draw(sample, family.text_tokens(folder, 0) if family.name == "cogvideox" else 7, geometry.text_dim) for sample in samples]
-    )
+    text_tokens = family.text_tokens(folder) if family.name == "cogvideox" else 7
+    size = (1 + (frames - 1) * geometry.vae_temporal, height * geometry.vae_spatial, width * geometry.vae_spatial)
+    shapes = family.condition_shapes(folder, size, text_tokens)
+    conditions = [{part: draw(sample, *shape) for part, shape in shapes.items()} for sample in samples]
     t_B = torch.tensor([(0.3 + 0.37 * sample) % 1 for sample in samples])
-    return x_BCFHW, t_B, text_BLD, x_BCFHW.flip(1, 2)
+    return x_BCFHW, t_B, family.batch_conditions(conditions, text_tokens), x_BCFHW.flip(1, 2)
 
 
 def loss_of(family: ModelFamily, transformer: nn.Module, folder: Path, samples: list[int]) -> Tensor:
     """(B,)."""
-    x_BCFHW, t_B, text_BLD, target = batch(folder, samples)
-    return (family.forward(transformer, x_BCFHW, t_B, text_BLD).float() - target).square().mean(dim=(1, 2, 3, 4))
+    x_BCFHW, t_B, condition, target = batch(folder, samples)
+    return (family.forward(transformer, x_BCFHW, t_B, condition).float() - target).square().mean(dim=(1, 2, 3, 4))
 
 
 def plain_gradients(folder: Path, recipe: str, num_samples: int) -> tuple[float, dict[str, Tensor]]:

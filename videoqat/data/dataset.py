@@ -21,7 +21,7 @@ from videoqat.console import say
 from videoqat.errors import DataError
 
 INDEX = "index.json"
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,9 @@ class CachedVideos:
         self.settings: dict[str, Any] = index["settings"]
         self.geometry: dict[str, Any] = index["geometry"]
         self.samples = [SampleInfo(**sample) for sample in index["samples"]]
-        self._null_text = index["null_text"]
+        self._null_condition = index["null_condition"]
         self._open: dict[str, Any] = {}
+        self._parts: dict[str, dict[str, list[str]]] = {}  # shard -> sample key -> names of its tensors
         for name, size in index["shards"].items():
             path = self.folder / name
             if not path.is_file():
@@ -80,20 +81,24 @@ class CachedVideos:
         return len(self.samples)
 
     @property
-    def null_text(self) -> Tensor:
-        """Embedding (L, D) of the empty caption."""
-        return self._tensor(self._null_text["shard"], f"{self._null_text['key']}.text")
+    def null_condition(self) -> dict[str, Tensor]:
+        """What the empty caption makes of a condition: all that depends on the caption, `text` (L, D) among it."""
+        return self._tensors(**self._null_condition)
 
     def load(self, index: int) -> dict[str, Tensor]:
-        """{"latents": (C, F, H, W) float32, "text": (L, D) in the dtype of the text encoder, padding cut off}."""
-        sample = self.samples[index]
-        return {name: self._tensor(sample.shard, f"{sample.key}.{name}") for name in ("latents", "text")}
+        """`latents` (C, F, H, W) float32, and the sample's condition (`models.spec.Condition`), such as `text` (L, D) in the encoder's dtype."""
+        return self._tensors(self.samples[index].key, self.samples[index].shard)
 
-    def _tensor(self, shard: str, name: str) -> Tensor:
+    def _tensors(self, key: str, shard: str) -> dict[str, Tensor]:
         try:
             if shard not in self._open:
                 self._open[shard] = safe_open(self.folder / shard, framework="pt")
-            return self._open[shard].get_tensor(name)
+                parts: dict[str, list[str]] = {}
+                for name in self._open[shard].keys():  # noqa: SIM118 - safe_open is no mapping
+                    owner, _, part = name.partition(".")
+                    parts.setdefault(owner, []).append(part)
+                self._parts[shard] = parts
+            return {part: self._open[shard].get_tensor(f"{key}.{part}") for part in self._parts[shard].get(key, ["latents"])}
         except (OSError, SafetensorError) as error:
             raise DataError(f"shard {str(self.folder / shard)!r} can't be read: {error}") from error
 

@@ -34,7 +34,7 @@ from videoqat.data.dataset import INDEX, INDEX_FORMAT
 from videoqat.data.shards import ShardStore, all_finite
 from videoqat.errors import CheckpointError, DataError
 from videoqat.files import write_json
-from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
+from videoqat.models.spec import Condition, Geometry, ModelFamily, family_of, read_model_json
 from videoqat.parallel.folder import check_ours, sole_user
 from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance
@@ -203,7 +203,7 @@ def _make_samples(
     made = _Made({}, {}, 0, encode.cut_captions)
     null_key = _null_key(settings_key)
     if mesh.rank == 0 and null_key not in store.shard_of:
-        store.add(null_key, "", {"text": encode.text("")})
+        store.add(null_key, "", encode.prompt(""))
         store.flush()
     share = [place for place, entry in enumerate(entries) if not entry.problem][mesh.rank :: mesh.world_size]
     prepare = functools.partial(_prepare, config=config, buckets=buckets, settings_key=settings_key, store=store)
@@ -214,7 +214,7 @@ def _make_samples(
             problem = prepared.problem
             if not problem and prepared.key not in store.bucket_of:
                 assert prepared.frames is not None
-                tensors = {"latents": encode.video(prepared.frames), "text": encode.text(prepared.entry.caption)}
+                tensors = {"latents": encode.video(prepared.frames), **encode.prompt(prepared.entry.caption)}
                 if all_finite(tensors):
                     store.add(prepared.key, prepared.bucket, tensors)
                     made.encoded += 1
@@ -253,7 +253,7 @@ def _merge(
         "settings": settings | {"model": config.model.path, "source": config.source},
         "geometry": dataclasses.asdict(geometry),
         "buckets": {name: {"samples": in_bucket[name], **about} for name, about in _describe_buckets(geometry, buckets).items()},
-        "null_text": {"key": null_key, "shard": store.shard_of[null_key]},
+        "null_condition": {"key": null_key, "shard": store.shard_of[null_key]},
         "shards": store.sizes({null_key, *(key for _, key in samples)}),
         "samples": [
             {
@@ -282,7 +282,7 @@ def _merge(
 
 
 def _null_key(settings_key: str) -> str:
-    return _digest([settings_key, "null text"])
+    return _digest([settings_key, "null condition"])
 
 
 def _prepare(
@@ -325,7 +325,7 @@ class _Encoder:
         self.folder, self.max_text_tokens = folder, max_text_tokens
         self.family, self.geometry, self.device, self.dtype = family, geometry, device, dtype
         self.cut_captions: set[str] = set()
-        self._text = functools.lru_cache(maxsize=1024)(self._encode_text)  # captions repeat
+        self._prompt = functools.lru_cache(maxsize=1024)(self._encode_prompt)  # captions repeat
 
     @functools.cached_property
     def encoders(self) -> Any:
@@ -340,14 +340,15 @@ class _Encoder:
             raise CheckpointError(f"{self.folder}: the VAE gives latents {tuple(latents.shape)} where the configuration says {expected}")
         return latents
 
-    def text(self, caption: str) -> torch.Tensor:
-        """Embedding (L, D) on the CPU, in the encoder's dtype."""
-        return self._text(caption)
+    def prompt(self, caption: str) -> Condition:
+        """What depends on the caption in a sample's condition, on the CPU, in the encoder's dtype."""
+        return self._prompt(caption)
 
-    def _encode_text(self, caption: str) -> torch.Tensor:
+    def _encode_prompt(self, caption: str) -> Condition:
         if self.family.count_tokens(self.encoders, [caption])[0] > self.max_text_tokens:
             self.cut_captions.add(caption)
-        return self.family.encode_prompts(self.encoders, [caption], self.max_text_tokens)[0].cpu()
+        condition = self.family.encode_prompts(self.encoders, [caption], self.max_text_tokens)[0]
+        return {part: tensor.cpu() for part, tensor in condition.items()}
 
 
 def _write_report(out: Path, config: PreprocessConfig, entries: list[ClipEntry], skipped: list[ClipEntry], device: str) -> None:

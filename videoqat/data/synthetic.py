@@ -15,7 +15,7 @@ from videoqat.models.spec import family_of
 
 
 def write_cache(out: Path, model: Path, bucket: tuple[int, int, int], samples: int, text_tokens: int, seed: int = 0) -> None:
-    """Writes the folder `out`: `samples` of standard normal latents and texts, of the sizes that a video of `bucket` has in `model`.
+    """Writes the folder `out`: `samples` of standard normal latents and conditions, of the sizes that a video of `bucket` has in `model`.
 
     Args:
         out: a folder that is not there yet.
@@ -25,20 +25,23 @@ def write_cache(out: Path, model: Path, bucket: tuple[int, int, int], samples: i
         text_tokens: the length of every text.
         seed: of the noise.
     """
-    geometry = family_of(model).geometry(model)
+    family = family_of(model)
+    geometry = family.geometry(model)
     geometry.check_size("size", *bucket)
     name = "x".join(map(str, bucket))
     generator = torch.Generator().manual_seed(seed)
     store = ShardStore(out, shard_samples=8)
 
-    def text() -> torch.Tensor:
-        return torch.randn((text_tokens, geometry.text_dim), generator=generator).to(torch.bfloat16)
+    shapes = family.condition_shapes(model, bucket, text_tokens)
 
-    store.add("null", "", {"text": text()})
+    def condition() -> dict[str, torch.Tensor]:
+        return {part: torch.randn(shape, generator=generator).to(torch.bfloat16) for part, shape in shapes.items()}
+
+    store.add("null", "", {part: tensor for part, tensor in condition().items() if not part.startswith("image")})
     entries: list[dict[str, Any]] = []
     for i in range(samples):
         key = f"noise{i}"
-        store.add(key, name, {"latents": torch.randn(geometry.latent_shape(*bucket), generator=generator), "text": text()})
+        store.add(key, name, {"latents": torch.randn(geometry.latent_shape(*bucket), generator=generator), **condition()})
         entries.append({"id": f"noise {i}", "bucket": name, "caption": "", "source": "", "key": key})
     store.flush()
     settings: dict[str, Any] = {"max_text_tokens": text_tokens, "encoder_fingerprint": encoder_fingerprint(model), "synthetic_seed": seed}
@@ -47,7 +50,7 @@ def write_cache(out: Path, model: Path, bucket: tuple[int, int, int], samples: i
         "format": INDEX_FORMAT,
         "settings": settings,
         "geometry": dataclasses.asdict(geometry),
-        "null_text": {"key": "null", "shard": store.shard_of["null"]},
+        "null_condition": {"key": "null", "shard": store.shard_of["null"]},
         "shards": store.sizes({"null", *(entry["key"] for entry in entries)}),
         "samples": [entry | {"shard": store.shard_of[entry["key"]]} for entry in entries],
     }

@@ -15,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from videoqat.attention.backends import record_receipts
 from videoqat.config import RuntimeConfig, SamplingConfig, require
 from videoqat.console import say
 from videoqat.errors import CheckpointError, NonFiniteVideo
 from videoqat.models.install import install, installed_recipe
-from videoqat.models.spec import family_of, read_model_json, read_recipe
+from videoqat.models.spec import Condition, family_of, read_model_json, read_recipe
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 
@@ -220,7 +219,7 @@ class Engine:
         recipe: str | AttentionRecipe,
         *,
         on_step: Callable[[int, int], None] | None = None,
-        text_1LD: tuple[Tensor, Tensor] | None = None,
+        condition: tuple[Condition, Condition] | None = None,
         agree: Callable[[bool], bool] = bool,
     ) -> VideoResult:
         """Renders one video.
@@ -231,7 +230,8 @@ class Engine:
             sampling: size, steps, guidance, flow shift.
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
             on_step: called with (steps done, steps in all) after each denoising step; what it raises ends the call.
-            text_1LD: embeddings of prompt and negative prompt, where the pipeline has no text encoder; on its device.
+            condition: what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline has no text encoder;
+                on its device.
             agree: whether something is so on any of the ranks that render at the same time with the same sharded weights: `NonFiniteVideo` must end
                 the call on all of them.
 
@@ -243,7 +243,7 @@ class Engine:
         check_sampling(self.folder, sampling)
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
-        if text_1LD is None:
+        if condition is None:
             negative = {"negative prompt": sampling.negative_prompt} if sampling.guidance_scale > 1 else {}
             warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
         for warning in warnings:
@@ -284,10 +284,10 @@ class Engine:
             _watched(self.pipeline, "encode_prompt", after_text, self._clock),
             _watched(self.pipeline.vae, "decode", after_decode, self._clock),
         ):
-            if text_1LD is None:
+            if condition is None:
                 text: dict[str, Any] = {"prompt": prompt, "negative_prompt": sampling.negative_prompt}
             else:
-                text = dict(zip(("prompt_embeds", "negative_prompt_embeds"), text_1LD, strict=True))
+                text = self.family.prompt_arguments(*condition)
             output = self.pipeline(
                 **text,
                 height=sampling.height,

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.models import loading
 from videoqat.models.schedules import TRAIN_TIMESTEPS, VPrediction, timestep
-from videoqat.models.spec import AttentionLayer, Geometry, read_model_json
+from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
 from videoqat.parallel.ulysses import Ulysses, attend_joint
 from videoqat.recipes import AttentionRecipe
@@ -184,10 +184,10 @@ class CogVideoXFamily:
         return pipeline.to(device)
 
     @torch.no_grad()
-    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
+    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Condition]:
         """Last hidden states (max_tokens, D) of the T5 encoder. The padding stays: the encoder saw it, and the transformer was trained on it."""
         padded_BLD, _ = encoders.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=max_tokens)
-        return [text_LD.clone() for text_LD in padded_BLD]
+        return [{"text": text_LD.clone()} for text_LD in padded_BLD]
 
     def count_tokens(self, encoders: Any, prompts: list[str]) -> list[int]:
         """As the tokenizer counts, the end mark included."""
@@ -203,12 +203,35 @@ class CogVideoXFamily:
             )
         return wanted or own
 
-    def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
+    def takes_image(self, folder: str | Path) -> str:
+        """`no`."""
+        return "no"
+
+    def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
+        """Nothing."""
+        return [{} for _ in image_BCHW]
+
+    def condition_shapes(
+        self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Text alone."""
+        return {"text": (text_tokens, self.geometry(folder).text_dim)}
+
+    def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
+        """Embeddings."""
+        return {"prompt_embeds": condition["text"], "negative_prompt_embeds": None if negative is None else negative["text"]}
+
+    def given_frames(self, condition: Condition) -> int:
+        """0."""
+        return 0
+
+    def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """Nothing to add: texts come padded, and zeros would be something else than an encoded padding token."""
+        texts = [condition["text"] for condition in conditions]
         other = [text.shape[0] for text in texts if text.shape[0] != max_tokens]
         if other:
             raise ConfigError(f"a text embedding of {other[0]} tokens is not the max_text_tokens={max_tokens} that CogVideoX texts are encoded to")
-        return torch.stack(texts)
+        return {"text": torch.stack(texts)}
 
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -231,7 +254,7 @@ class CogVideoXFamily:
             raise CheckpointError(f"{folder}: the scheduler is a {config.get('_class_name')}; legal for CogVideoX: {', '.join(SCHEDULERS)}")
         return VPrediction(getattr(diffusers, config["_class_name"]).from_config(config).alphas_cumprod)
 
-    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
+    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """v, in the dtype of the transformer's arithmetic, at the discrete time of t (`schedules.timestep`)."""
         from diffusers import CogVideoXPipeline
 
@@ -243,7 +266,7 @@ class CogVideoXFamily:
             frames, height, width = x_BCFHW.shape[2:]
             rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(stand_in, height, width, frames, x_BCFHW.device)
         x_BFCHW = x_BCFHW.transpose(1, 2).to(dtype)
-        prediction_BFCHW = transformer(x_BFCHW, text_BLD.to(dtype), timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
+        prediction_BFCHW = transformer(x_BFCHW, condition["text"].to(dtype), timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
         return prediction_BFCHW.transpose(1, 2)  # type: ignore[no-any-return]
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:

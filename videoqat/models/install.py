@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
+from videoqat.models.other import OTHER, OtherTransformers
 from videoqat.models.spec import AttentionLayer, ModelFamily, family_of_transformer
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe
@@ -38,13 +39,21 @@ class _Sharded:
     hooks: list[RemovableHandle]
 
 
+def attention_of(transformer: nn.Module) -> ModelFamily | OtherTransformers:
+    """What knows this transformer's attention: its family, or for one of no family `other.OTHER`, which knows stock processors."""
+    try:
+        return family_of_transformer(transformer)
+    except CheckpointError:
+        return OTHER
+
+
 def install(
     transformer: nn.Module, recipe: AttentionRecipe | str, *, kernel: str = "auto", family: ModelFamily | None = None
 ) -> list[AttentionLayer]:
     """Makes `transformer` compute attention by `recipe`. A recipe already installed is replaced.
 
     Args:
-        transformer: of a family in `videoqat.models.spec.FAMILIES`.
+        transformer: of a family in `videoqat.models.spec.FAMILIES`, or any of diffusers whose attention processors `videoqat.models.other` knows.
         recipe: a recipe, or the name or file of one.
         kernel: for the quantised layers; `auto`, or a kernel's name to insist on it.
         family: found by the transformer's class if not given.
@@ -54,11 +63,11 @@ def install(
 
     Raises:
         ConfigError: `keep_layers` names a block that the model doesn't have, or the recipe can't run on a divided sequence (`shard_sequence`).
-        CheckpointError: a transformer of no known family.
+        CheckpointError: a transformer of no known family with an attention processor that isn't known.
     """
     recipe = get_recipe(recipe)
-    family = family or family_of_transformer(transformer)
-    layers = family.attention_layers(transformer)
+    known = family or attention_of(transformer)
+    layers = known.attention_layers(transformer)
     last = max(layer.index for layer in layers)
     for index in recipe.keep_layers:
         if not 0 <= index <= last:
@@ -71,9 +80,9 @@ def install(
     quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index)]
     for layer in layers:
         # A kernel that is insisted on is meant for the quantised layers; it need not be able to do plain attention.
-        processor = family.make_processor(layer, recipe, kernel) if layer in quantised else family.make_processor(layer, RECIPES["bf16"], "auto")
+        processor = known.make_processor(layer, recipe, kernel) if layer in quantised else known.make_processor(layer, RECIPES["bf16"], "auto")
         processor.ulysses = None if sharded is None else sharded.ulysses
-        layer.module.set_processor(processor)  # type: ignore[operator]
+        _set_processor(layer.module, processor)
     transformer._videoqat_installed = _Installed(recipe, layers, stock)  # type: ignore[assignment]
     return quantised
 
@@ -90,8 +99,15 @@ def _put_back(transformer: nn.Module) -> None:
     if installed is None:
         return
     for layer, processor in zip(installed.layers, installed.stock, strict=True):
-        layer.module.set_processor(processor)  # type: ignore[operator]
+        _set_processor(layer.module, processor)
     del transformer._videoqat_installed
+
+
+def _set_processor(module: Any, processor: Any) -> None:
+    if hasattr(module, "set_processor"):  # Mochi's attention has none
+        module.set_processor(processor)
+    else:
+        module.processor = processor
 
 
 def installed_recipe(transformer: nn.Module) -> AttentionRecipe | None:
@@ -109,7 +125,7 @@ def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: M
 
     Raises:
         ConfigError: the ranks don't divide a layer's heads, or the recipe can't run on a divided sequence.
-        CheckpointError: no recipe is installed: diffusers' own processors would attend within each part.
+        CheckpointError: no recipe is installed: diffusers' own processors would attend within each part; or a transformer of no family.
     """
     installed: _Installed | None = getattr(transformer, "_videoqat_installed", None)
     if installed is None:
@@ -121,7 +137,7 @@ def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: M
         hook.remove()
     transformer._videoqat_sharded = None  # type: ignore[assignment]
     if ulysses is not None:
-        hooks = (family or family_of_transformer(transformer)).shard_sequence(transformer, ulysses)
+        hooks = (family or attention_of(transformer)).shard_sequence(transformer, ulysses)
         transformer._videoqat_sharded = _Sharded(ulysses, hooks)  # type: ignore[assignment]
     for layer in installed.layers:
         layer.module.processor.ulysses = ulysses  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 A family is one file beside this one that ends in `FAMILY = SomeFamily()`, and one line in `FAMILIES`. Everything that depends on how a model
 was built (latent layout, text padding, time scale, where its attention sits) stays behind `ModelFamily`; training, data and generation only
-see tensors: latents_BCFHW, text_BLD, flow time t in [0, 1].
+see tensors: latents_BCFHW, flow time t in [0, 1], and a `Condition`.
 """
 
 import importlib
@@ -21,6 +21,10 @@ from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models.schedules import NoiseSchedule
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe, recipe_from_dict
+
+# What a transformer is told beside noisy latents and time: `text` always, (L, D) of one sample or (B, L, D) of a batch, and what else its family
+# needs, such as `pooled` (P,), `image_latents` (C, F, H, W), or in a batch `text_len` (B,): how many text tokens of each sample are no padding.
+Condition = dict[str, Tensor]
 
 # Family name -> module that holds it as FAMILY.
 FAMILIES: dict[str, str] = {"wan": "videoqat.models.wan", "cogvideox": "videoqat.models.cogvideox"}
@@ -138,12 +142,36 @@ class ModelFamily(Protocol):
         """How many tokens each prompt has, the end mark included and nothing cut off."""
         ...
 
-    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
-        """Each prompt's embedding (L_i, D) as the pipeline computes it, L_i <= max_tokens; without padding, unless padding is encoded, too."""
+    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Condition]:
+        """All of each sample's condition that depends on its prompt, as the pipeline computes it. `text` is (L_i, D) with L_i <= max_tokens: without
+        padding, unless padding is encoded, too."""
         ...
 
-    def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
-        """text_BLD, padded to L = max_tokens as the pipeline pads."""
+    def takes_image(self, folder: str | Path) -> str:
+        """Whether the model is given a video's first frame: `no`, `optional` or `required`."""
+        ...
+
+    def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
+        """All of each sample's condition that depends on its first frame, an image in [-1, 1]; empty where the model takes none."""
+        ...
+
+    def condition_shapes(
+        self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Shapes of one sample's condition: a video of `size` (frames, height, width), `text_tokens` of text, with a first frame given or not (a
+        model that requires one has it in any case). Configuration files alone are read."""
+        ...
+
+    def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
+        """The condition of a batch: `text` padded to L = max_tokens as the pipeline pads, the others stacked."""
+        ...
+
+    def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
+        """What the pipeline's call takes instead of prompt and negative prompt, which were encoded before; batches of one."""
+        ...
+
+    def given_frames(self, condition: Condition) -> int:
+        """How many latent frames at the beginning are given, not denoised: the loss leaves them out."""
         ...
 
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -154,8 +182,8 @@ class ModelFamily(Protocol):
         """How data and noise are mixed at flow time t (0 data, 1 noise), and what is predicted; from the folder's scheduler."""
         ...
 
-    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
-        """The prediction (B, C, F, H, W) for noisy latents x at flow time t."""
+    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
+        """The prediction (B, C, F, H, W) for noisy latents x at flow time t, under the batch's condition."""
         ...
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
@@ -250,39 +278,3 @@ def read_recipe(folder: str | Path) -> AttentionRecipe | None:
         return recipe_from_dict(fields, str(path))
     except (ConfigError, TypeError) as error:
         raise CheckpointError(f"{path}: {error}") from error
-
-
-def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
-    """Compares names and shapes in the folder's safetensors headers with what the model has; no weights are loaded.
-
-    Args:
-        folder: holds `diffusion_pytorch_model*.safetensors`.
-        expected: the model's state dict, name to shape.
-        ignored: parts of names that may be in the files and not in the model.
-
-    Raises:
-        CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, or unknown, and how many there are.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("diffusion_pytorch_model*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no weights: diffusion_pytorch_model.safetensors, or its shards, should be there")
-    found: dict[str, torch.Size] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                found |= {key: torch.Size(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
-    missing = [key for key in expected if key not in found]
-    unknown = [key for key in found if key not in expected and not any(part in key for part in ignored)]
-    misshapen = [key for key in expected if key in found and found[key] != expected[key]]
-    if missing:
-        raise CheckpointError(f"{folder}: weights lack {missing[0]} (and {len(missing) - 1} more); they are of another model or incomplete")
-    if misshapen:
-        key = misshapen[0]
-        shapes = f"{tuple(found[key])} where the configuration says {tuple(expected[key])}"
-        raise CheckpointError(f"{folder}: {key} has shape {shapes} (and {len(misshapen) - 1} more)")
-    if unknown:
-        raise CheckpointError(f"{folder}: weights hold {unknown[0]} (and {len(unknown) - 1} more), which this model doesn't have")

@@ -8,142 +8,25 @@ The 5B TI2V model (`expand_timesteps`) is handled as text-to-video: WanPipeline 
 same function as one time for each sample. Its image-conditioned mode, where the first frame's tokens have time 0, belongs to another pipeline.
 """
 
-import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from videoqat.errors import AttentionError, CheckpointError, ConfigError
+from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models import loading
 from videoqat.models.schedules import FlowMatching
-from videoqat.models.spec import AttentionLayer, Geometry, read_model_json
+from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
-from videoqat.parallel.ulysses import Ulysses, attend
+from videoqat.models.wan_processor import IMAGE_MODEL_TEXT_TOKENS, WanProcessor
+from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe
 
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
-
 TIME_SCALE = 1000  # the transformer's timestep at flow time 1
-IMAGE_MODEL_TEXT_TOKENS = 512  # in image-to-video transformers whatever stands before the last 512 context tokens is image
 TEXT_TOKENS = 512
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other heights and widths, whatever the VAE
-
-
-class WanProcessor:
-    """Attention of one `WanAttention` module by a recipe; with the bf16 recipe bitwise diffusers' `WanAttnProcessor`.
-
-    The order of operations and every rounding outside `attention()` follow diffusers 0.42: RMS norm over all heads together, then rotary
-    embedding with fp32 angles (self-attention only).
-    """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None
-
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        rotary_emb: tuple[Tensor, Tensor] | None = None,
-    ) -> Tensor:
-        """(B, N, heads * head_dim) from hidden states of the same shape; context (B, L, dim) makes it cross-attention."""
-        if attention_mask is not None:
-            raise AttentionError(f"{self.layer}: Wan's attention takes no mask")
-        image_context = None
-        context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
-        if attn.add_k_proj is not None:
-            num_image_tokens = context.shape[1] - IMAGE_MODEL_TEXT_TOKENS
-            image_context, context = context[:, :num_image_tokens], context[:, num_image_tokens:]
-
-        q, k, v = _project(attn, hidden_states, context)
-        q_BNHD = attn.norm_q(q).unflatten(2, (attn.heads, -1))
-        k_BNHD = attn.norm_k(k).unflatten(2, (attn.heads, -1))
-        v_BNHD = v.unflatten(2, (attn.heads, -1))
-        if rotary_emb is not None:
-            q_BNHD = _rotate(q_BNHD, *rotary_emb)
-            k_BNHD = _rotate(k_BNHD, *rotary_emb)
-
-        image_out = None
-        if image_context is not None:
-            k_image, v_image = _project_image(attn, image_context)
-            k_image, v_image = attn.norm_added_k(k_image).unflatten(2, (attn.heads, -1)), v_image.unflatten(2, (attn.heads, -1))
-            image_out = self._attend(q_BNHD, k_image, v_image, None)
-        # Each query looks at the text by itself, and every rank holds the text whole: nothing to exchange.
-        out = self._attend(q_BNHD, k_BNHD, v_BNHD, self.ulysses if encoder_hidden_states is None else None)
-        if image_out is not None:
-            out = out + image_out
-        return attn.to_out[1](attn.to_out[0](out))
-
-    def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, ulysses: Ulysses | None) -> Tensor:
-        """(B, N, heads * head_dim) in q's dtype."""
-        dtype = q_BNHD.dtype
-        if torch.is_autocast_enabled(q_BNHD.device.type):
-            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
-            low = torch.get_autocast_dtype(q_BNHD.device.type)
-            q_BNHD, k_BNHD, v_BNHD = q_BNHD.to(low), k_BNHD.to(low), v_BNHD.to(low)
-        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
-        out = attend(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel, ulysses=ulysses, observer=observer)
-        return out.flatten(2, 3).to(dtype)
-
-
-def _project(attn: Any, hidden_states: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Q, K, V (B, N, heads * head_dim), from fused projections where `fuse_qkv_projections()` made them."""
-    if not attn.fused_projections:
-        return attn.to_q(hidden_states), attn.to_k(context), attn.to_v(context)
-    if not attn.is_cross_attention:
-        q, k, v = attn.to_qkv(hidden_states).chunk(3, dim=-1)
-        return q, k, v
-    k, v = attn.to_kv(context).chunk(2, dim=-1)
-    return attn.to_q(hidden_states), k, v
-
-
-def _project_image(attn: Any, image_context: Tensor) -> tuple[Tensor, Tensor]:
-    """K and V of the image tokens, which attn2 of an image-to-video transformer projects by weights of their own."""
-    if not attn.fused_projections:
-        return attn.add_k_proj(image_context), attn.add_v_proj(image_context)
-    k, v = attn.to_added_kv(image_context).chunk(2, dim=-1)
-    return k, v
-
-
-class _Rotation(torch.autograd.Function):
-    """Rotary embedding whose gradient is rotated back: half the passes over memory that autograd would take through slices and products."""
-
-    @staticmethod
-    def forward(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return _turned(x_BNHD, cos, sin)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
-
-    @staticmethod
-    def backward(ctx: Any, grad_BNHD: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _turned(grad_BNHD, cos, -sin), None, None
-
-
-def _rotate(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of neighbouring pairs; cos and sin are (1, N, 1, head_dim) with every angle twice, and get no gradient."""
-    rotated: Tensor = _Rotation.apply(x_BNHD, cos, sin)
-    return rotated
-
-
-def _turned(x_BNHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    even, odd = x_BNHD.unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[..., 0::2], sin[..., 1::2]
-    out_BNHD = torch.empty_like(x_BNHD)
-    out_BNHD[..., 0::2] = even * cos - odd * sin
-    out_BNHD[..., 1::2] = even * sin + odd * cos
-    return out_BNHD
 
 
 class WanFamily:
@@ -223,13 +106,13 @@ class WanFamily:
         return pipeline.to(device)
 
     @torch.no_grad()
-    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Tensor]:
+    def encode_prompts(self, encoders: Any, prompts: list[str], max_tokens: int) -> list[Condition]:
         """Last hidden states (L_i, D) of the UMT5 encoder, each cut to its prompt's tokens, the end mark included."""
         from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 
         padded_BLD, _ = encoders.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=max_tokens)
         tokens = encoders.tokenizer([prompt_clean(prompt) for prompt in prompts], max_length=max_tokens, truncation=True)
-        return [text_LD[: len(ids)].clone() for text_LD, ids in zip(padded_BLD, tokens.input_ids, strict=True)]
+        return [{"text": text_LD[: len(ids)].clone()} for text_LD, ids in zip(padded_BLD, tokens.input_ids, strict=True)]
 
     def count_tokens(self, encoders: Any, prompts: list[str]) -> list[int]:
         """As the tokenizer counts what the pipeline's cleaning leaves, the end mark included."""
@@ -241,12 +124,35 @@ class WanFamily:
         """512 by default, as WanPipeline; any other number is as good, as long as training and generation have the same."""
         return wanted or TEXT_TOKENS
 
-    def pad_text(self, texts: list[Tensor], max_tokens: int) -> Tensor:
+    def takes_image(self, folder: str | Path) -> str:
+        """`no`."""
+        return "no"
+
+    def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
+        """Nothing."""
+        return [{} for _ in image_BCHW]
+
+    def condition_shapes(
+        self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
+    ) -> dict[str, tuple[int, ...]]:
+        """Text alone."""
+        return {"text": (text_tokens, self.geometry(folder).text_dim)}
+
+    def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
+        """Embeddings."""
+        return {"prompt_embeds": condition["text"], "negative_prompt_embeds": None if negative is None else negative["text"]}
+
+    def given_frames(self, condition: Condition) -> int:
+        """0."""
+        return 0
+
+    def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """Zeros after each text: Wan's cross-attention has no mask, so the number of zeros is part of the model's input."""
+        texts = [condition["text"] for condition in conditions]
         longest = max(text.shape[0] for text in texts)
         if longest > max_tokens:
             raise ConfigError(f"a text embedding of {longest} tokens doesn't fit into max_text_tokens={max_tokens}")
-        return torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])
+        return {"text": torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])}
 
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -264,11 +170,11 @@ class WanFamily:
             raise CheckpointError(f"{folder}: the scheduler's flow shift is {shift!r}, which is no positive number")
         return FlowMatching(float(shift))
 
-    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, text_BLD: Tensor) -> Tensor:
+    def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """The velocity noise - data, in the dtype of the transformer's arithmetic."""
         dtype = compute_dtype(transformer)
         timestep_B = t_B.float() * TIME_SCALE
-        return transformer(x_BCFHW.to(dtype), timestep_B, text_BLD.to(dtype), return_dict=False)[0]
+        return transformer(x_BCFHW.to(dtype), timestep_B, condition["text"].to(dtype), return_dict=False)[0]
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
         """(0, 1), or the part that boundary_ratio gives to this transformer."""

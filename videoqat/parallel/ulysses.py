@@ -17,7 +17,7 @@ Shapes: B batch, N tokens of the whole sequence, n of one rank's part, L text to
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -180,8 +180,8 @@ def attend(
         q_BnHD, k_BnHD, v_BnHD: this rank's part; k and v may have fewer heads (grouped queries).
         recipe, kernel: as for `attention`.
         kv_len: (B,) how many keys of the whole sequence are real; None: all N.
-        observer: is shown q, k and v as they go into attention, which then travel as they are (the result is the same). All ranks have one, or
-            none has.
+        observer: is shown q, k and v as they go into attention, without padding (with kv_len once for each sample), which then travel as they are
+            (the result is the same). All ranks have one, or none has.
 
     Returns:
         (B, n, H, D) in q's dtype; zeros in the padding.
@@ -248,8 +248,19 @@ def attend_joint(
 def _observed(qkv: Sequence[Tensor], recipe: AttentionRecipe, kernel: str, kv_len: Tensor | None, observer: Observe | None) -> Tensor:
     q, k, v = qkv
     if observer is not None:
-        observer(q, k, v)
+        for part in _real(q, k, v, kv_len):
+            observer(*part)
     return attention(q, k, v, recipe, kv_len=kv_len, kernel=kernel)
+
+
+def _real(q: Tensor, k: Tensor, v: Tensor, kv_len: Tensor | None) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """What an observer is shown: all of it, or where samples are padded, each sample's real tokens by themselves."""
+    if kv_len is None:
+        yield q, k, v
+        return
+    for i, length in enumerate(kv_len.tolist()):
+        own = slice(i, i + 1)
+        yield q[own, :length] if q.shape[1] == k.shape[1] else q[own], k[own, :length], v[own, :length]
 
 
 def _spans_hosts(group: dist.ProcessGroup) -> bool:

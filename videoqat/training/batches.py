@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from videoqat.config import parse_bucket
+from videoqat.models.spec import Condition
 from videoqat.training.agreement import Faults
 from videoqat.training.job import Job
 from videoqat.training.objective import draw
@@ -19,23 +20,28 @@ from videoqat.training.objective import draw
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples that go through the transformer together. Latents and noise (B, C, F, H, W), t (B,), text (B, L, D), all fp32."""
+    """Samples that go through the transformer together. Latents and noise (B, C, F, H, W), t (B,), and the condition; all floats fp32."""
 
     epoch: int
     samples: list[int]
     latents_BCFHW: Tensor
     noise_BCFHW: Tensor
     t_B: Tensor
-    text_BLD: Tensor
+    condition: Condition
 
     @property
-    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor, Condition]:
         """In the order of `denoising_loss`."""
-        return self.latents_BCFHW, self.noise_BCFHW, self.t_B, self.text_BLD
+        return self.latents_BCFHW, self.noise_BCFHW, self.t_B, self.condition
 
     def _with(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        latents_BCFHW, noise_BCFHW, t_B, text_BLD = map(change, self.inputs)
-        return replace(self, latents_BCFHW=latents_BCFHW, noise_BCFHW=noise_BCFHW, t_B=t_B, text_BLD=text_BLD)
+        return replace(
+            self,
+            latents_BCFHW=change(self.latents_BCFHW),
+            noise_BCFHW=change(self.noise_BCFHW),
+            t_B=change(self.t_B),
+            condition={part: change(tensor) for part, tensor in self.condition.items()},
+        )
 
     def pinned(self) -> "MicroBatch":
         """In memory from which a GPU copies while the host goes on."""
@@ -54,14 +60,18 @@ def load_batch(job: Job, epoch: int, samples: list[int]) -> MicroBatch:
         draw(config.objective, config.train.seed, epoch, index, sample["latents"], job.time_range)
         for index, sample in zip(samples, loaded, strict=True)
     ]
-    texts = [job.cache.null_text if d.drop_caption else sample["text"] for d, sample in zip(draws, loaded, strict=True)]
+    conditions = [
+        {part: tensor for part, tensor in sample.items() if part != "latents"} | (job.cache.null_condition if d.drop_caption else {})
+        for d, sample in zip(draws, loaded, strict=True)
+    ]
+    condition = job.family.batch_conditions(conditions, job.cache.settings["max_text_tokens"])
     return MicroBatch(
         epoch=epoch,
         samples=samples,
         latents_BCFHW=torch.stack([sample["latents"] for sample in loaded]).float(),
         noise_BCFHW=torch.stack([d.noise_CFHW for d in draws]),
         t_B=torch.tensor([d.t for d in draws]),
-        text_BLD=job.family.pad_text(texts, job.cache.settings["max_text_tokens"]).float(),
+        condition={part: tensor.float() if tensor.is_floating_point() else tensor for part, tensor in condition.items()},
     )
 
 

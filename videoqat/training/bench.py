@@ -21,11 +21,11 @@ from videoqat.data.synthetic import write_cache
 from videoqat.errors import UserError
 from videoqat.files import writable_folder, write_json
 from videoqat.models.published import PUBLISHED, write_folder
+from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.training.bench_diffusers import measure_in_a_process
 from videoqat.training.runlog import read_log
 
-TEXT_TOKENS = 512
 PROFILED = ("communication_seconds", "communication_exposed_seconds")
 
 
@@ -150,7 +150,7 @@ def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
     work = writable_folder("work", config.work)
     write_folder(work / "model", config.model, random_on=str(device))
     samples = 4 * config.batch_size * max(math.prod(_layout(layout)[:2]) for layout in config.layouts)
-    write_cache(work / "cache", work / "model", parse_bucket("size", config.size), samples, TEXT_TOKENS)
+    write_cache(work / "cache", work / "model", parse_bucket("size", config.size), samples, family_of(work / "model").text_tokens(work / "model"))
 
     result: dict[str, Any] = {"config": to_dict(config), "provenance": provenance(str(device)), "diffusers": None, "resumed": None, "cases": []}
     if config.diffusers:

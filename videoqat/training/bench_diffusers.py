@@ -37,7 +37,10 @@ def measure(folder: Path, config: BenchTrainingConfig, device: str) -> dict[str,
     generator = torch.Generator().manual_seed(0)
     shape = (config.batch_size, *geometry.latent_shape(*parse_bucket("size", config.size)))
     x_BCFHW, target_BCFHW = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for _ in range(2))
-    text_BLD = torch.randn((config.batch_size, 512, geometry.text_dim), generator=generator).to(device, torch.bfloat16)
+    text_tokens = family.text_tokens(folder)
+    shapes = family.condition_shapes(folder, parse_bucket("size", config.size), text_tokens)
+    conditions = [{part: torch.randn(size, generator=generator) for part, size in shapes.items()} for _ in range(config.batch_size)]
+    condition = {part: tensor.to(device) for part, tensor in family.batch_conditions(conditions, text_tokens).items()}
     t_B = torch.full((config.batch_size,), 0.5, device=device)
     on_gpu = device.startswith("cuda")
     backends = [SDPBackend.CUDNN_ATTENTION] if on_gpu else [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -51,7 +54,7 @@ def measure(folder: Path, config: BenchTrainingConfig, device: str) -> dict[str,
     with sdpa_kernel(backends):
         for _ in range(config.steps):
             started = synchronised()
-            prediction_BCFHW = family.forward(transformer, x_BCFHW, t_B, text_BLD)
+            prediction_BCFHW = family.forward(transformer, x_BCFHW, t_B, condition)
             (prediction_BCFHW.float() - target_BCFHW.float()).square().mean().backward()
             times.append(synchronised() - started)
             transformer.zero_grad()

@@ -18,7 +18,7 @@ from videoqat.config import ObjectiveConfig
 from videoqat.data.dataset import sample_generator
 from videoqat.errors import ConfigError
 from videoqat.models.schedules import NoiseSchedule
-from videoqat.models.spec import ModelFamily
+from videoqat.models.spec import Condition, ModelFamily
 
 TimeRange = tuple[float, float]
 
@@ -118,11 +118,12 @@ def denoising_loss(
     latents_BCFHW: Tensor,
     noise_BCFHW: Tensor,
     t_B: Tensor,
-    text_BLD: Tensor,
+    condition: Condition,
 ) -> Tensor:
     """The loss of each sample, (B,) fp32: a step's loss is the mean over *all* its samples, however they are batched, so it is not reduced here.
 
     Latents, noise and times are fp32; the transformer computes in its own precision.
     """
-    prediction_BCFHW = family.forward(transformer, schedule.add_noise(latents_BCFHW, noise_BCFHW, t_B), t_B, text_BLD)
-    return (prediction_BCFHW.float() - schedule.target(latents_BCFHW, noise_BCFHW, t_B)).square().mean(dim=(1, 2, 3, 4))
+    prediction_BCFHW = family.forward(transformer, schedule.add_noise(latents_BCFHW, noise_BCFHW, t_B), t_B, condition)
+    error_BCFHW = prediction_BCFHW.float() - schedule.target(latents_BCFHW, noise_BCFHW, t_B)
+    return error_BCFHW[:, :, family.given_frames(condition) :].square().mean(dim=(1, 2, 3, 4))

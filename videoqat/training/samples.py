@@ -19,12 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from videoqat.config import RuntimeConfig, SamplingConfig, require, to_dict
 from videoqat.data.video_io import write_video
 from videoqat.files import write_json
 from videoqat.generation.engine import Engine, check_sampling
+from videoqat.models.spec import Condition
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.sharding import compute_dtype
 from videoqat.training.agreement import Faults
@@ -70,27 +71,31 @@ def strip(frames_FHWC: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.concatenate(list(frames_FHWC[picks]), axis=1)
 
 
+def _moved(condition: Condition, device: str | torch.device) -> Condition:
+    return {part: tensor.to(device) for part, tensor in condition.items()}
+
+
 class Prompts:
-    """`validation.prompts` as embeddings (1, L, D) on the CPU, on every rank, and the one of the negative prompt. Collective."""
+    """`validation.prompts` as conditions, batches of one on the CPU, on every rank, each with that of the negative prompt. Collective."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
         config = job.config.validation
         tokens = config.sampling.max_text_tokens or int(job.cache.settings["max_text_tokens"])
         self.sampling: SamplingConfig = dataclasses.replace(config.sampling, max_text_tokens=tokens)
 
-        def encode() -> Tensor:
+        def encode() -> list[Condition]:
             dtype = torch.float32 if mesh.device.type == "cpu" else torch.bfloat16
             encoders = job.family.load_encoders(job.config.model.path, device=mesh.device, dtype=dtype)
-            texts = job.family.encode_prompts(encoders, [*config.prompts, self.sampling.negative_prompt], tokens)
-            return job.family.pad_text(texts, tokens).cpu()
+            encoded = job.family.encode_prompts(encoders, [*config.prompts, self.sampling.negative_prompt], tokens)
+            return [_moved(job.family.batch_conditions([condition], tokens), "cpu") for condition in encoded]
 
-        text_PLD = mesh.on_rank_zero(encode)
+        conditions = mesh.on_rank_zero(encode)
         gc.collect()
         if mesh.device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(mesh.device)  # the text encoder's share was no training's
-        *prompts, negative = text_PLD.split(1)
-        self.texts: list[tuple[Tensor, Tensor]] = [(prompt, negative) for prompt in prompts]
+        *prompts, negative = conditions
+        self.conditions: list[tuple[Condition, Condition]] = [(prompt, negative) for prompt in prompts]
 
 
 class Sampler:
@@ -126,12 +131,13 @@ class Sampler:
         Raises:
             NonFiniteVideo: on all ranks.
         """
-        config, count = self._job.config, len(self._prompts.texts)
+        config, count = self._job.config, len(self._prompts.conditions)
         folder = Path(config.out) / "samples" / f"step-{step:06d}"
         strips: dict[str, NDArray[np.uint8]] = {}
         for at in range(0, count, self._mesh.layout.dp):
             index = at + self._mesh.dp_rank
             number = min(index, count - 1)
+            prompt, negative = self._prompts.conditions[number]
             with torch.no_grad(), _takes_what_pipelines_give(self._transformer):
                 result = self._engine.generate(
                     config.validation.prompts[number],
@@ -139,7 +145,7 @@ class Sampler:
                     self._prompts.sampling,
                     self._job.recipe,
                     on_step=lambda *_: before_step(),
-                    text_1LD=(self._prompts.texts[number][0].to(self._mesh.device), self._prompts.texts[number][1].to(self._mesh.device)),
+                    condition=(_moved(prompt, self._mesh.device), _moved(negative, self._mesh.device)),
                     agree=self._mesh.any,
                 )
             self._vae_hook.offload()

@@ -152,8 +152,8 @@ def take_step(run: Run, step: int) -> Step:
 
 def _bad_sample(job: Job, batches: list[MicroBatch]) -> str | None:
     for batch in batches:
-        for index, latents_CFHW, text_LD in zip(batch.samples, batch.latents_BCFHW, batch.text_BLD, strict=True):
-            if not (latents_CFHW.isfinite().all() and text_LD.isfinite().all()):
+        for row, index in enumerate(batch.samples):
+            if not all(tensor[row].isfinite().all() for tensor in (batch.latents_BCFHW, *batch.condition.values())):
                 return f"the cache's sample {job.cache.samples[index].id}"
     return None
 

@@ -160,9 +160,12 @@ def forward_cost(
         weights = {name: torch.empty(p.shape, dtype=torch.float32 if p in fp32 else dtype) for name, p in transformer.named_parameters()}
         transformer.load_state_dict(weights, strict=False, assign=True)
         ledger = _Ledger(transformer, family.blocks(transformer), [layer.name for layer in layers])
-        x_BCFHW = torch.empty(1, *geometry.latent_shape(*parse_bucket("bucket", bucket)))
+        size = parse_bucket("bucket", bucket)
+        x_BCFHW = torch.empty(1, *geometry.latent_shape(*size))
+        parts = {part: torch.empty(shape) for part, shape in family.condition_shapes(folder, size, text_tokens).items()}
+        condition = family.batch_conditions([parts], text_tokens)
         with ledger.counter, torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda kept: kept):
-            family.forward(transformer, x_BCFHW, torch.empty(1), torch.empty(1, text_tokens, geometry.text_dim))
+            family.forward(transformer, x_BCFHW, torch.empty(1), condition)
     cost = ledger.cost
     cost.outer.flops = ledger.counter.get_total_flops() - ledger.flops_in_blocks
     return cost

@@ -22,7 +22,7 @@ from videoqat.console import progress
 from videoqat.data.dataset import CachedVideos, sample_generator
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import DataError, NonFiniteLoss
-from videoqat.models.spec import ModelFamily
+from videoqat.models.spec import Condition, ModelFamily
 from videoqat.parallel.mesh import Mesh
 from videoqat.training.objective import TimeRange, denoising_loss, time_at_quantile, time_quantiles
 
@@ -120,25 +120,26 @@ def paired_losses(
             work += [(row, name, mine[at : at + batch_size]) for at in range(0, len(mine), batch_size)]
 
     @functools.lru_cache(maxsize=1)
-    def load(row: int) -> tuple[Tensor, Tensor, Tensor]:
+    def load(row: int) -> tuple[Tensor, Tensor, Condition]:
         sample = cache.load(samples[row])
-        return sample["latents"], stratified_noise(samples[row], sample["latents"], num_times), family.pad_text([sample["text"]], max_tokens)
+        latents_CFHW = sample.pop("latents")
+        return latents_CFHW, stratified_noise(samples[row], latents_CFHW, num_times), family.batch_conditions([sample], max_tokens)
 
     rank, ranks = (mesh.dp_rank, mesh.layout.dp) if mesh else (0, 1)
     losses = np.zeros((len(samples), num_times))
     for at in progress(range(0, len(work), ranks), desc=desc, unit="forward"):
         before_forward()
-        row, name, part = work[min(at + rank, len(work) - 1)]
-        latents_CFHW, noise_KCFHW, text_1LD = load(row)
-        device = next(transformers[name].parameters()).device
+        row, component, part = work[min(at + rank, len(work) - 1)]
+        latents_CFHW, noise_KCFHW, condition = load(row)
+        device = next(transformers[component].parameters()).device
         loss_B = denoising_loss(
             family,
             schedule,
-            transformers[name],
+            transformers[component],
             latents_CFHW.expand(len(part), *latents_CFHW.shape).to(device),
             noise_KCFHW[part].to(device),
             torch.tensor([times[row][k] for k in part], device=device),
-            text_1LD.expand(len(part), -1, -1).to(device),
+            {name: tensor.expand(len(part), *tensor.shape[1:]).to(device) for name, tensor in condition.items()},
         )
         if at + rank < len(work):
             losses[row, part] = loss_B.double().cpu().numpy()
