@@ -49,10 +49,17 @@ def reference_and_open_rows(q, k, v, recipe, step: float, **options) -> tuple[Te
     return out, lse, is_open
 
 
+def _error(rows: Tensor, expected_rows: Tensor) -> float:
+    """Relative L2; 0 where it is no more than what rounding to the rows' dtype takes."""
+    error = relative_l2(rows, expected_rows)
+    return 0.0 if error <= 1.01 * relative_l2(expected_rows.to(rows.dtype), expected_rows) else error
+
+
 def assert_right(out: Tensor, lse: Tensor, q, k, v, recipe, lse_tolerance: float = 1e-5, **options) -> int:
-    """out and lse are those of q, k, v: relative L2 of the rows that aren't open within 1e-3 (fp16) or 2e-3 (bf16), and open rows at most a step
-    away. A factor doesn't show in a cosine; here it does. Where rounding the exact result to out's dtype alone takes more than the tolerance, as
-    it may with bf16 and a row or two, that is the limit. Returns how many rows were open."""
+    """out and lse are those of q, k, v: relative L2 of all rows within 1e-3 (fp16) or 2e-3 (bf16); or, if open rows are more than that off, of the
+    others, and then not more than a tenth may be open. Open rows are at most a step away. (The more keys, the more rows have some weight in the
+    middle, and the less it moves them.) A factor doesn't show in a cosine; here it does. Where rounding the exact result to out's dtype alone
+    takes more than the tolerance, as it may with bf16 and a row or two, that is the limit. Returns how many rows were open."""
     tolerance = TOLERANCE[out.dtype]
     expected, expected_lse, is_open = reference_and_open_rows(q, k, v, recipe, tolerance / 2, **options)
     what = f"{q.shape[1]} queries, {k.shape[1]} keys"
@@ -64,13 +71,13 @@ def assert_right(out: Tensor, lse: Tensor, q, k, v, recipe, lse_tolerance: float
     assert torch.equal(lse[~seen], expected_lse[~seen].float())
     rows, expected_rows = out.transpose(1, 2), expected.transpose(1, 2)
     assert not rows[~seen].any()
-    assert is_open.sum() <= max(1, 0.1 * is_open.numel()), f"{is_open.sum()} of {is_open.numel()} rows are open"
     settled = seen & ~is_open
     if settled.any():
         assert relative_l2(lse[settled], expected_lse[settled]) < lse_tolerance, what
-        rounding = relative_l2(expected_rows[settled].to(out.dtype), expected_rows[settled])
-        error = relative_l2(rows[settled], expected_rows[settled])
-        assert error <= max(tolerance, 1.01 * rounding), f"relative L2 {error:.2e} at {what}"
+    if seen.any() and _error(rows[seen], expected_rows[seen]) > tolerance:
+        assert is_open.sum() <= max(1, 0.1 * is_open.numel()), f"{is_open.sum()} of {is_open.numel()} rows are open, at {what}"
+        error = _error(rows[settled], expected_rows[settled]) if settled.any() else 0.0
+        assert error <= tolerance, f"relative L2 {error:.2e} at {what}"
     for row, expected_row in zip(rows[is_open], expected_rows[is_open], strict=True):
         assert relative_l2(row, expected_row) < ONE_STEP, what
     return int(is_open.sum())
