@@ -102,7 +102,7 @@ def shares(folder: Path) -> dict[str, Any]:
             self.file = original(*args, **kwargs)
 
         def __enter__(self) -> Any:
-            return self.file.__enter__()  # headers only: models.spec.check_weights
+            return self.file.__enter__()  # headers only: models.weights.check_weights
 
         def __exit__(self, *args: Any) -> Any:
             return self.file.__exit__(*args)

@@ -112,8 +112,10 @@ def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool 
     Raises:
         UserError: bad configuration or bad input.
     """
+    from videoqat.models.hub import resolve_models  # not before a command runs: it imports torch
+
     command = COMMANDS[name]
-    config: Any = cfg.load(command.schema, file, overrides)
+    config: Any = resolve_models(cfg.load(command.schema, file, overrides), weights=not dry_run)
     if show_config:
         say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
     if not dry_run:

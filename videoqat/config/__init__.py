@@ -7,7 +7,7 @@ No environment variable is read.
 """
 
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchTrainingConfig
-from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
+from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, shipped, to_dict, to_yaml
 from videoqat.config.schemas import (
@@ -48,7 +48,9 @@ __all__ = [
     "check_frames",
     "choice",
     "existing",
+    "hub_name",
     "load",
+    "model_folder",
     "parse_bucket",
     "require",
     "shipped",

@@ -1,5 +1,6 @@
 """Checks that a setting passes, or a `ConfigError` that names its key, its value and what is legal."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,6 +23,18 @@ def existing(key: str, value: str, *, folder: bool = False) -> None:
     """Requires `value` to be the path of a file (or, with `folder`, of a folder) that is there."""
     path = Path(value)
     require(path.is_dir() if folder else path.is_file(), key, value, f"an existing {'folder' if folder else 'file'}")
+
+
+def hub_name(reference: str) -> tuple[str, str] | None:
+    """`org/name@REVISION` -> (org/name, REVISION), `main` without one; None if `reference` can't be a name of the Hugging Face hub."""
+    match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", reference)
+    return (match[1], match[2] or "main") if match else None
+
+
+def model_folder(key: str, value: str) -> None:
+    """Requires `value` to be an existing folder, or to look like a hub's name (which `models.hub` then looks up)."""
+    known = Path(value).is_dir() or (not Path(value).exists() and hub_name(value) is not None)
+    require(known, key, value, "an existing folder, or a model of the hub as org/name or org/name@REVISION")
 
 
 def parse_bucket(key: str, bucket: str) -> tuple[int, int, int]:

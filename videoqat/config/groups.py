@@ -1,26 +1,31 @@
 """Settings that several commands share."""
 
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import check_frames, choice, existing, require
+from videoqat.config.checks import check_frames, choice, model_folder, require
 
 if TYPE_CHECKING:
     import torch
 
 
+def model_setting(default: str = MISSING) -> Any:
+    """A field that names a model: a diffusers folder, or org/name[@REVISION] on the hub, which becomes one before a command runs (`models.hub`)."""
+    return field(default=default, metadata={"model": True})
+
+
 @dataclass
 class ModelConfig:
-    """A diffusers pipeline folder, and which of its transformers (Wan 2.2 has two) is meant."""
+    """A diffusers pipeline (a folder, or org/name[@REVISION] on the hub), and which of its transformers (Wan 2.2 has two) is meant."""
 
-    path: str = MISSING
+    path: str = model_setting()
     component: str = "transformer"
 
     def validate(self) -> None:
-        existing("model.path", self.path, folder=True)
+        model_folder("model.path", self.path)
         choice("model.component", self.component, ("transformer", "transformer_2"))
 
 

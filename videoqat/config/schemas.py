@@ -5,8 +5,8 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import check_frames, choice, existing, parse_bucket, require
-from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
+from videoqat.config.checks import check_frames, choice, existing, model_folder, parse_bucket, require
+from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, model_setting
 from videoqat.recipes import get_recipe
 
 
@@ -91,7 +91,7 @@ class GenerateConfig:
     missing. A video's seed is seed + (number of its prompt, from 0) * samples_per_prompt + index; a line's own seed replaces the first two.
     """
 
-    model: str = MISSING  # a diffusers folder, exported by videoqat or not
+    model: str = model_setting()  # a diffusers folder, exported by videoqat or not, or org/name[@REVISION] on the hub
     recipe: str = "checkpoint"  # checkpoint: the one in the folder's videoqat.json (bf16 if there is none); else a recipe's name or file
     prompt: str = ""
     prompts: str = ""  # a file of them, instead of one
@@ -103,7 +103,7 @@ class GenerateConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def validate(self) -> None:
-        existing("model", self.model, folder=True)
+        model_folder("model", self.model)
         if self.prompts:
             require(not self.prompt, "prompt", self.prompt, "nothing where prompts=FILE is given: one of the two")
             existing("prompts", self.prompts)
@@ -128,7 +128,7 @@ class CompareEntry:
     """One column of a comparison."""
 
     name: str = MISSING
-    model: str = MISSING
+    model: str = model_setting()
     recipe: str = "bf16"
     run: str = ""  # the training's output folder, for its loss curve and health; optional
 
@@ -153,7 +153,7 @@ class CompareConfig:
         names = [entry.name for entry in self.entries]
         require(len(set(names)) == len(names), "entries", names, "names that differ")
         for i, entry in enumerate(self.entries):
-            existing(f"entries[{i}].model", entry.model, folder=True)
+            model_folder(f"entries[{i}].model", entry.model)
             get_recipe(entry.recipe)
             if entry.run:
                 existing(f"entries[{i}].run", entry.run, folder=True)

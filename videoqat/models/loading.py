@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from videoqat.models.spec import check_weights, read_model_json
+from videoqat.models.spec import read_model_json
+from videoqat.models.weights import check_weights
 
 
 def load_transformer(model_class: Any, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool, seed: int) -> nn.Module:

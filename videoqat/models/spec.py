@@ -8,7 +8,6 @@ see tensors: latents_BCFHW, flow time t in [0, 1], and a `Condition`.
 import importlib
 import json
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol

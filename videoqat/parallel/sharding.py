@@ -102,17 +102,17 @@ def _fill(transformer: nn.Module, mesh: Mesh, rows_of: Callable[[str, DTensor, s
     transformer.load_state_dict(filled, strict=False, assign=True)
 
 
-def materialise_from(folder: Path, transformer: nn.Module, mesh: Mesh) -> None:
+def materialise_from(weights: list[Path], transformer: nn.Module, mesh: Mesh) -> None:
     """Reads a sharded transformer's weights. Of each parameter a rank reads its own rows; of a persistent buffer, all.
 
     Args:
-        folder: holds `diffusion_pytorch_model*.safetensors` with every weight, checked by `models.spec.check_weights`.
+        weights: safetensors files with every weight, checked by `models.weights.check_weights`.
         transformer: from `shard`, its parameters on the meta device and its buffers not.
         mesh: the one it was sharded over.
     """
     from safetensors import safe_open
 
-    handles = [safe_open(path, framework="pt") for path in sorted(folder.glob("diffusion_pytorch_model*.safetensors"))]
+    handles = [safe_open(path, framework="pt") for path in weights]
     files = {name: handle for handle in handles for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
 
     def read(name: str, parameter: DTensor, rows: slice) -> Tensor:

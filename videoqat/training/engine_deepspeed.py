@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, zeros
 from torch.utils._python_dispatch import _disable_current_modes
 
 from videoqat.errors import CheckpointError, ConfigError
-from videoqat.models.spec import check_weights
+from videoqat.models.weights import check_weights, weight_files
 from videoqat.parallel import zero
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.sharding import kept_in_fp32
@@ -319,7 +319,7 @@ def _materialise(job: Job, transformer: nn.Module, mesh: Mesh, *, partition: boo
     if not config.from_scratch:
         shapes = {key: value.shape for key, value in transformer.state_dict().items()}
         check_weights(folder, shapes, tuple(getattr(transformer, "_keys_to_ignore_on_load_unexpected", None) or ()))
-        for path in sorted(folder.glob("diffusion_pytorch_model*.safetensors")):
+        for path in weight_files(folder):
             handle = safe_open(path, framework="pt")
             files |= dict.fromkeys(handle.keys(), handle)
         for name, buffer in transformer.named_buffers():

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from videoqat.models.spec import check_weights
+from videoqat.models.weights import check_weights, weight_files
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.sharding import materialise_by, materialise_from, shard
 from videoqat.training import state
@@ -37,7 +37,7 @@ class FsdpEngine:
 
             materialise_by(build, self.transformer, mesh)
         else:
-            materialise_from(folder / component, self.transformer, mesh)
+            materialise_from(weight_files(folder / component), self.transformer, mesh)
         # The sharded ones: between a forward and its backward the modules hold gathered weights instead.
         self.parameters = dict(self.transformer.named_parameters())
         self.optimizer = make_optimizer(config.optimizer, [p for p in self.parameters.values() if p.requires_grad])

@@ -1,0 +1,144 @@
+"""Weights in files: which files a model's folder should have, and whether they hold what its configuration says. No weights are loaded here.
+
+diffusers and transformers lay a pipeline out alike: `model_index.json` names the parts, each part has a folder with its configuration and, if it is
+a model, one .safetensors file, or several with an index that says which tensor lies in which.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from videoqat.errors import CheckpointError
+from videoqat.models.spec import read_model_json
+
+DIFFUSERS, TRANSFORMERS = "diffusion_pytorch_model", "model"  # how their weight files begin
+NOT_OURS = (".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx", ".gguf")  # weights in formats that are not read here
+FUSED = ("to_qkv", "to_kv", "to_added_qkv", "to_added_kv")
+
+
+def weight_files(folder: str | Path, stem: str = DIFFUSERS) -> list[Path]:
+    """The safetensors files that hold a model's weights: those its index names or, without an index, the only one. Variants (.fp16) don't count.
+
+    Raises:
+        CheckpointError: none, or a shard that the index names is missing.
+    """
+    folder = Path(folder)
+    index, single = folder / f"{stem}.safetensors.index.json", folder / f"{stem}.safetensors"
+    if index.is_file():
+        shards = shards_of(read_model_json(folder, index.name), index)
+        missing = [name for name in shards if not (folder / name).is_file()]
+        if missing:
+            raise CheckpointError(f"{folder}: {missing[0]} is missing (and {len(missing) - 1} more of {len(shards)} shards that {index.name} names)")
+        return [folder / name for name in shards]
+    if single.is_file():
+        return [single]
+    others = sorted(path.name for path in folder.glob("*") if path.suffix in NOT_OURS)
+    if others:
+        raise CheckpointError(
+            f"{folder} has its weights in {others[0]} only, which isn't read: such a file can run any program when it is opened, or is in a format "
+            f"of other tools; legal: {single.name}, or its shards (torch.load(..., weights_only=True) and safetensors.torch.save_file convert a .bin)"
+        )
+    raise CheckpointError(f"{folder} has no weights: {single.name}, or its shards and {index.name}, should be there")
+
+
+def shards_of(index: dict[str, Any], where: object) -> list[str]:
+    """File names, in order, that an index of weights names.
+
+    Raises:
+        CheckpointError: it names none, or one outside of its folder.
+    """
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not names or any(not isinstance(name, str) or Path(name).name != name for name in names.values()):
+        raise CheckpointError(f"{where} is no index of weights: weight_map must map the tensors' names to file names")
+    return sorted(set(names.values()))
+
+
+def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
+    """Compares names and shapes in the headers of a diffusers model's files with what the model has.
+
+    Args:
+        folder: see `weight_files`.
+        expected: the model's state dict, name to shape.
+        ignored: parts of names that may be in the files and not in the model.
+
+    Raises:
+        CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, or unknown, and how many there are.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, torch.Size] = {}
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as handle:
+                found |= {key: torch.Size(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
+        except SafetensorError as error:
+            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
+    compare(folder, found, expected, ignored)
+
+
+def compare(where: object, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
+    """Requires that tensors `found` in the files at `where` are those that a model has; see `check_weights`."""
+    missing = [key for key in expected if key not in found]
+    unknown = [key for key in found if key not in expected and not any(part in key for part in ignored)]
+    misshapen = [key for key in expected if key in found and found[key] != expected[key]]
+    fused = [key for key in unknown if any(part in FUSED for part in key.split("."))]
+    if fused:
+        raise CheckpointError(
+            f"{where}: {fused[0]} is a fused projection (and {len(fused) - 1} more); the weights are read as diffusers publishes them, with to_q, "
+            "to_k and to_v: call unfuse_qkv_projections() before save_pretrained()"
+        )
+    if missing:
+        raise CheckpointError(f"{where}: weights lack {missing[0]} (and {len(missing) - 1} more); they are of another model or incomplete")
+    if misshapen:
+        key = misshapen[0]
+        shapes = f"{tuple(found[key])} where the configuration says {tuple(expected[key])}"
+        raise CheckpointError(f"{where}: {key} has shape {shapes} (and {len(misshapen) - 1} more)")
+    if unknown:
+        raise CheckpointError(f"{where}: weights hold {unknown[0]} (and {len(unknown) - 1} more), which this model doesn't have")
+
+
+def parts_of(folder: str | Path) -> dict[str, tuple[str, str]]:
+    """Part of a pipeline -> (library, class), from model_index.json, without those that it leaves out."""
+    index = read_model_json(folder, "model_index.json")
+    return {name: (kind[0], kind[1]) for name, kind in index.items() if isinstance(kind, list) and len(kind) == 2 and kind[0] and kind[1]}
+
+
+def stem_of(library: str, kind: str) -> str | None:
+    """How a part's weight files begin; None for a part that has no weights: schedulers, guiders, tokenizers, image processors."""
+    if kind.endswith(("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor", "Guidance")):
+        return None
+    return TRANSFORMERS if library == "transformers" else DIFFUSERS
+
+
+def check_complete(folder: str | Path, *, without: tuple[str, ...] = ()) -> None:
+    """Requires every part that model_index.json names to be there with its configuration and all its weight files; none is opened.
+
+    Args:
+        folder: a pipeline's.
+        without: parts that won't be needed.
+
+    Raises:
+        CheckpointError: names the first file that is missing.
+    """
+    for part, (library, kind) in parts_of(folder).items():
+        if part in without:
+            continue
+        if not (Path(folder) / part).is_dir() or not any((Path(folder) / part).iterdir()):
+            raise CheckpointError(f"{folder} is no complete pipeline's folder: {part}/ ({kind}) is not there or empty")
+        stem = stem_of(library, kind)
+        if stem is not None:
+            read_model_json(folder, f"{part}/config.json")
+            weight_files(Path(folder) / part, stem)
+
+
+def tensor_bytes(folder: str | Path, stem: str = DIFFUSERS) -> int:
+    """Bytes of a model's weights as they are stored, from the sizes of its files."""
+    total = 0
+    for path in weight_files(folder, stem):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+    return total
