@@ -1,4 +1,5 @@
-"""CogVideoX (arXiv 2408.06072): 2B, 5B and 1.5, text to video, as diffusers has them: `CogVideoXPipeline` with `CogVideoXTransformer3DModel`.
+"""CogVideoX (arXiv 2408.06072): 2B, 5B and 1.5, text to video and image to video, as diffusers has them: `CogVideoXPipeline` and
+`CogVideoXImageToVideoPipeline` with `CogVideoXTransformer3DModel`.
 
 Attention is joint: text tokens first, then video tokens, in one sequence, and nothing is masked. That is why texts are always padded to the
 length the model was trained with (226 tokens; 224 in 1.5): the padding is attended to, and the T5 encoder sees it, too. 2B adds absolute
@@ -7,9 +8,14 @@ positions to the tokens; 5B and 1.5 rotate the video tokens' queries and keys. M
 diffusers lays latents out as (B, F, C, H, W); here, as everywhere in videoqat, they are (B, C, F, H, W) until `forward` turns them round.
 CogVideoX 1.5 makes a token of two latent frames. An odd number of them is filled up at the front, as its pipeline does, which drops that first
 frame after denoising; in training the fill is a copy of the first latent frame, as in CogVideoX's own fine-tuning.
+
+Image-to-video transformers see the noisy latents and, in as many channels more, the latents of an image in the very first frame (that of the fill,
+where there is one) and zeros in the others. Those of 5B add learned positions to the tokens, which fit one size of video; those of 1.5 are told a
+constant beside the time. In CogVideoX's own fine-tuning the image gets a little noise before it is encoded, and so it does here (`encode_image`).
 """
 
 import functools
+import hashlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from videoqat.models.install import Observer
 
 FRAME_MULTIPLE = 8  # the VAE decodes latent frames by pairs; an odd one, the first, alone, to one frame
+IMAGE_NOISE = (-3.0, 0.5)  # of the logarithm of the deviation of a training image's noise: mean and deviation
+IMAGE_CONSTANT = 2.0  # what 1.5 is told beside the time (`ofs`)
 SCHEDULERS = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
 
 
@@ -105,7 +113,7 @@ class CogVideoXFamily:
     """`videoqat.models.spec.ModelFamily` for CogVideoX; the methods are documented there."""
 
     name = "cogvideox"
-    pipeline_classes = ("CogVideoXPipeline",)
+    pipeline_classes = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
     transformer_classes = ("CogVideoXTransformer3DModel",)
     has_dynamic_guidance = True
 
@@ -116,15 +124,15 @@ class CogVideoXFamily:
         return ("transformer",)
 
     def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
-        """Sizes from transformer and VAE configuration; image-to-video transformers are refused."""
+        """Sizes from transformer and VAE configuration."""
         self._require_component(folder, component)
         transformer, vae = read_model_json(folder, f"{component}/config.json"), read_model_json(folder, "vae/config.json")
         try:
             patch, patch_frames = int(transformer["patch_size"]), transformer.get("patch_size_t")
             channels = (int(transformer["in_channels"]), int(transformer["out_channels"]), int(vae["latent_channels"]))
             vae_spatial = 2 ** (len(vae["block_out_channels"]) - 1)
-            # Rotary tables of 1.5 are cut from one of the size it was trained at; those of 5B are stretched, and 2B's positions, too.
-            cut = (int(transformer["sample_height"]) * vae_spatial, int(transformer["sample_width"]) * vae_spatial) if patch_frames else None
+            sample_size = (int(transformer["sample_height"]) * vae_spatial, int(transformer["sample_width"]) * vae_spatial)
+            learned = bool(transformer.get("use_learned_positional_embeddings"))
             geometry = Geometry(
                 in_channels=channels[2],
                 vae_spatial=vae_spatial,
@@ -135,18 +143,23 @@ class CogVideoXFamily:
                 num_layers=int(transformer["num_layers"]),
                 text_dim=int(transformer["text_embed_dim"]),
                 frame_multiple=FRAME_MULTIPLE,
-                max_size=cut,
+                # Rotary tables of 1.5 are cut from one of the size it was trained at; those of 5B are stretched, and 2B's positions, too.
+                max_size=sample_size if patch_frames or learned else None,
+                only_size=learned,
             )
         except KeyError as error:
             raise CheckpointError(f"{folder}: the configuration of {component} or vae lacks {error.args[0]!r}") from error
+        numbers = "in_channels={}, out_channels={}, the VAE's latent_channels={}".format(*channels)
+        if self.takes_image(folder) == "required":
+            if channels != (2 * channels[2], channels[2], channels[2]):
+                rule = "the first must be twice the others"
+                raise CheckpointError(f"{folder}: {component} is no image-to-video transformer for this VAE: {numbers}; {rule}")
+            return geometry
         for_images = [key for key in ("ofs_embed_dim", "use_learned_positional_embeddings") if transformer.get(key)]
         if channels[0] == 2 * channels[2] or for_images:
             why = for_images[0] if for_images else f"in_channels={channels[0]}, twice the VAE's latent_channels"
-            raise CheckpointError(
-                f"{folder}: {component} is an image-to-video transformer ({why}); only text-to-video is supported for CogVideoX yet"
-            )
+            raise CheckpointError(f"{folder}: {component} is an image-to-video transformer ({why}), and the folder holds a text-to-video pipeline")
         if len(set(channels)) != 1:
-            numbers = "in_channels={}, out_channels={}, the VAE's latent_channels={}".format(*channels)
             raise CheckpointError(f"{folder}: {component} is no text-to-video transformer for this VAE: {numbers} must be equal")
         return geometry
 
@@ -165,21 +178,23 @@ class CogVideoXFamily:
         return loading.build(CogVideoXTransformer3DModel, folder, component)
 
     def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The `CogVideoXPipeline` without its transformer: what encodes is then exactly what will generate."""
+        """The pipeline without its transformer: what encodes is then exactly what will generate."""
         left_out = {"transformer": None} | ({} if text_encoder else {"text_encoder": None})
         return self._pipeline(folder, device, dtype, **left_out)
 
     def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole `CogVideoXPipeline`, its transformer loaded strictly."""
+        """The whole pipeline, its transformer loaded strictly."""
         return self._pipeline(folder, device, dtype, transformer=self.load_transformer(folder, "transformer", dtype=dtype))
 
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
-        from diffusers import CogVideoXPipeline
+        from diffusers import CogVideoXImageToVideoPipeline, CogVideoXPipeline
 
+        pipeline_class = CogVideoXImageToVideoPipeline if self.takes_image(folder) == "required" else CogVideoXPipeline
         dtypes = {"vae": torch.float32, "default": dtype}
-        pipeline = CogVideoXPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
-        # This pipeline hands its VAE latents in the transformer's dtype, whatever the VAE's own.
-        pipeline.vae.decoder.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
+        pipeline = pipeline_class.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
+        # These pipelines hand their VAE latents and images in the transformer's dtype, whatever the VAE's own.
+        for half in (pipeline.vae.encoder, pipeline.vae.decoder):
+            half.register_forward_pre_hook(lambda module, args: (args[0].float(), *args[1:]))
         pipeline.frames_per_token = self.geometry(folder).patch[0]  # for `encode_video`
         return pipeline.to(device)
 
@@ -194,28 +209,47 @@ class CogVideoXFamily:
         return [len(ids) for ids in encoders.tokenizer(prompts).input_ids]
 
     def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:
-        """The transformer's max_text_seq_length by default; 2B takes no other, since its absolute positions begin behind that many."""
+        """The transformer's max_text_seq_length by default; with absolute or learned positions no other, since they begin behind that many."""
         config = read_model_json(folder, "transformer/config.json")
         own = int(config.get("max_text_seq_length", 226))
-        if wanted not in (0, own) and not config.get("use_rotary_positional_embeddings", False):
+        added = config.get("use_learned_positional_embeddings") or not config.get("use_rotary_positional_embeddings", False)
+        if wanted not in (0, own) and added:
             raise ConfigError(
                 f"{key}={wanted} is not legal for {folder}, whose positions are made for {own} text tokens; legal: {own}, or 0 for that"
             )
         return wanted or own
 
     def takes_image(self, folder: str | Path) -> str:
-        """`no`."""
-        return "no"
+        """`required` where the folder's pipeline is the one for images."""
+        for_images = read_model_json(folder, "model_index.json").get("_class_name") == "CogVideoXImageToVideoPipeline"
+        return "required" if for_images else "no"
 
+    @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
-        """Nothing."""
-        return [{} for _ in image_BCHW]
+        """`image_latents` (C, 1, H, W): the posterior's mode, scaled as the pipeline scales it, of the image with noise as in CogVideoX's fine-tuning.
+
+        Clips' frames differ from the images that people bring; the noise is to bridge that. It is a function of the image.
+        """
+        vae = encoders.vae
+        scale = 1 / vae.config.scaling_factor if vae.config.invert_scale_latents else vae.config.scaling_factor
+        noisy_BCFHW = torch.stack([_with_noise(image_CHW) for image_CHW in image_BCHW]).unsqueeze(2)
+        latents_BCFHW: Tensor = vae.encode(noisy_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * scale
+        return [{"image_latents": latents_CFHW} for latents_CFHW in latents_BCFHW]
+
+    def image_pipeline(self, pipeline: Any) -> Any:
+        """The folder's own."""
+        return pipeline
 
     def condition_shapes(
         self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        """Text alone."""
-        return {"text": (text_tokens, self.geometry(folder).text_dim)}
+        """Text and, for an image-to-video model, the image's latents."""
+        geometry = self.geometry(folder)
+        shapes: dict[str, tuple[int, ...]] = {"text": (text_tokens, geometry.text_dim)}
+        if self.takes_image(folder) == "required":
+            channels, _, *spatial = geometry.latent_shape(*size)
+            shapes["image_latents"] = (channels, 1, *spatial)
+        return shapes
 
     def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
         """Embeddings."""
@@ -231,7 +265,7 @@ class CogVideoXFamily:
         other = [text.shape[0] for text in texts if text.shape[0] != max_tokens]
         if other:
             raise ConfigError(f"a text embedding of {other[0]} tokens is not the max_text_tokens={max_tokens} that CogVideoX texts are encoded to")
-        return {"text": torch.stack(texts)}
+        return {part: torch.stack([condition[part] for condition in conditions]) for part in conditions[0]}
 
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -265,8 +299,13 @@ class CogVideoXFamily:
             stand_in: Any = SimpleNamespace(transformer=transformer, vae_scale_factor_spatial=1)
             frames, height, width = x_BCFHW.shape[2:]
             rotary = CogVideoXPipeline._prepare_rotary_positional_embeddings(stand_in, height, width, frames, x_BCFHW.device)
+        if "image_latents" in condition:
+            padding = (0, 0, 0, 0, 0, x_BCFHW.shape[2] - condition["image_latents"].shape[2])
+            x_BCFHW = torch.cat([x_BCFHW, nn.functional.pad(condition["image_latents"], padding)], dim=1)
         x_BFCHW = x_BCFHW.transpose(1, 2).to(dtype)
-        prediction_BFCHW = transformer(x_BFCHW, condition["text"].to(dtype), timestep(t_B), image_rotary_emb=rotary, return_dict=False)[0]
+        ofs = None if config.ofs_embed_dim is None else x_BFCHW.new_full((1,), IMAGE_CONSTANT)  # type: ignore[union-attr]
+        text_BLD = condition["text"].to(dtype)
+        prediction_BFCHW = transformer(x_BFCHW, text_BLD, timestep(t_B), ofs=ofs, image_rotary_emb=rotary, return_dict=False)[0]
         return prediction_BFCHW.transpose(1, 2)  # type: ignore[no-any-return]
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
@@ -322,6 +361,15 @@ class CogVideoXFamily:
     def _require_component(self, folder: str | Path, component: str) -> None:
         if component not in self.components(folder):
             raise CheckpointError(f"{folder} has no {component!r}; it has: transformer")
+
+
+def _with_noise(image_CHW: Tensor) -> Tensor:
+    """An image in [-1, 1] with noise of a deviation that is drawn, too; both are functions of the image."""
+    digest = hashlib.blake2b(image_CHW.float().cpu().contiguous().numpy().tobytes(), digest_size=4).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    mean, deviation = IMAGE_NOISE
+    sigma = (mean + deviation * torch.randn((), generator=generator)).exp()
+    return image_CHW + (sigma * torch.randn(image_CHW.shape, generator=generator)).to(image_CHW)
 
 
 FAMILY = CogVideoXFamily()

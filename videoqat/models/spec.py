@@ -22,7 +22,8 @@ from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe, recipe_from_dict
 
 # What a transformer is told beside noisy latents and time: `text` always, (L, D) of one sample or (B, L, D) of a batch, and what else its family
-# needs, such as `pooled` (P,), `image_latents` (C, F, H, W), or in a batch `text_len` (B,): how many text tokens of each sample are no padding.
+# needs, such as `pooled` (P,), `image_latents` (C, F, H, W) of a first frame, or in a batch `text_len` (B,): how many text tokens of each sample are
+# no padding.
 Condition = dict[str, Tensor]
 
 # Family name -> module that holds it as FAMILY.
@@ -62,6 +63,7 @@ class Geometry:
         pixel_multiple: what height and width must be multiples of for the pipeline's own sake, whatever VAE and patch ask.
         frame_multiple: likewise for the frames after the first.
         max_size: the largest (height, width) in pixels that the transformer has positions for; None where there is no limit.
+        only_size: whether it has positions for no other (height, width).
     """
 
     in_channels: int
@@ -75,6 +77,7 @@ class Geometry:
     pixel_multiple: int = 1
     frame_multiple: int = 1
     max_size: tuple[int, int] | None = None
+    only_size: bool = False
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """(C, F, H, W) of the latents of a video of that size in pixels, filled up at the front where tokens span several latent frames."""
@@ -95,6 +98,9 @@ class Geometry:
         if num_frames < 1 or (num_frames - 1) % frame_step:
             below = 1 + max(0, (num_frames - 1) // frame_step) * frame_step
             raise ConfigError(f"{key}: {num_frames} frames don't fit this model; legal: {frame_step}n+1, such as {below} or {below + frame_step}")
+        if self.max_size is not None and self.only_size and (height, width) != self.max_size:
+            only = "x".join(map(str, self.max_size))
+            raise ConfigError(f"{key}: {height}x{width} is not the one height x width that this model has positions for; legal: {only}")
         largest_height, largest_width = self.max_size or (math.inf, math.inf)
         for axis, size, part, largest in (("height", height, self.patch[1], largest_height), ("width", width, self.patch[2], largest_width)):
             step = math.lcm(self.vae_spatial * part, self.pixel_multiple)
@@ -151,7 +157,11 @@ class ModelFamily(Protocol):
         ...
 
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
-        """All of each sample's condition that depends on its first frame, an image in [-1, 1]; empty where the model takes none."""
+        """All of each sample's condition that depends on its first frame, an image in [-1, 1], as training gives it; for models that take one."""
+        ...
+
+    def image_pipeline(self, pipeline: Any) -> Any:
+        """The pipeline whose call takes `image`: `pipeline`, as it was loaded, or another around the same modules; for models that take one."""
         ...
 
     def condition_shapes(

@@ -1,17 +1,21 @@
-"""Wan 2.1 and 2.2 (arXiv 2503.20314) as diffusers has them: `WanPipeline` with `WanTransformer3DModel` and `AutoencoderKLWan`.
+"""Wan 2.1 and 2.2 (arXiv 2503.20314) as diffusers has them: `WanPipeline` and `WanImageToVideoPipeline`, `WanTransformer3DModel`, `AutoencoderKLWan`.
 
-attn1 is self-attention over video tokens and is what recipes quantise; attn2 is cross-attention to the text, and in image-to-video
-transformers also to 257 image tokens. A Wan 2.2 A14B folder holds two transformers: `transformer` serves flow times t >= boundary_ratio (high
-noise), `transformer_2` the rest.
+attn1 is self-attention over video tokens and is what recipes quantise; attn2 is cross-attention to the text. A Wan 2.2 A14B folder holds two
+transformers: `transformer` serves flow times t >= boundary_ratio (high noise), `transformer_2` the rest.
 
-The 5B TI2V model (`expand_timesteps`) is handled as text-to-video: WanPipeline gives it the same time for every token there, which is the
-same function as one time for each sample. Its image-conditioned mode, where the first frame's tokens have time 0, belongs to another pipeline.
+A first frame is given in one of two ways:
+
+* Image-to-video transformers (2.1 and A14B) see 16 + 4 + 16 channels: the noisy latents; a mask that is 1 on the first latent frame, once for each
+  of its 4 frames; and the latents of a video that has the image first and grey (0) behind it. In 2.1 attn2 attends to an embedding of the image, too.
+* TI2V-5B (`expand_timesteps`) does with or without. Without, WanPipeline gives every token the same time, which is the same function as one time for
+  each sample. With an image, its latents stand in the place of the first latent frame, whose tokens have time 0.
 """
 
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -19,13 +23,14 @@ from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models import loading
 from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
-from videoqat.parallel.sharding import compute_dtype
 from videoqat.models.wan_processor import IMAGE_MODEL_TEXT_TOKENS, WanProcessor
+from videoqat.parallel.sharding import compute_dtype
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe
 
 TIME_SCALE = 1000  # the transformer's timestep at flow time 1
 TEXT_TOKENS = 512
+TIMED_PATCH = (1, 2, 2)  # latents of a token, where diffusers' pipelines give tokens times of their own
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other heights and widths, whatever the VAE
 
 
@@ -33,7 +38,7 @@ class WanFamily:
     """`videoqat.models.spec.ModelFamily` for Wan; the methods are documented there."""
 
     name = "wan"
-    pipeline_classes = ("WanPipeline",)
+    pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
     transformer_classes = ("WanTransformer3DModel",)
     has_dynamic_guidance = False
 
@@ -53,7 +58,7 @@ class WanFamily:
         transformer, vae = read_model_json(folder, f"{component}/config.json"), read_model_json(folder, "vae/config.json")
         try:
             geometry = Geometry(
-                in_channels=int(transformer["in_channels"]),
+                in_channels=int(vae["z_dim"]),
                 # Configurations from before Wan 2.2 don't say; these are AutoencoderKLWan's defaults.
                 vae_spatial=int(vae.get("scale_factor_spatial", 8)),
                 vae_temporal=int(vae.get("scale_factor_temporal", 4)),
@@ -64,13 +69,35 @@ class WanFamily:
                 text_dim=int(transformer["text_dim"]),
                 pixel_multiple=PIXEL_MULTIPLE,
             )
-            channels = (geometry.in_channels, int(transformer["out_channels"] or geometry.in_channels), int(vae["z_dim"]))
+            in_channels = int(transformer["in_channels"])
+            channels = (in_channels, int(transformer["out_channels"] or in_channels), geometry.in_channels)
         except KeyError as error:
             raise CheckpointError(f"{folder}: the configuration of {component} or vae lacks {error.args[0]!r}") from error
-        if len(set(channels)) != 1:
+        takes_image = self.takes_image(folder)
+        image_channels = geometry.vae_temporal + geometry.in_channels if takes_image == "required" else 0
+        if channels != (geometry.in_channels + image_channels, geometry.in_channels, geometry.in_channels):
             numbers = "in_channels={}, out_channels={}, the VAE's z_dim={}".format(*channels)
-            raise CheckpointError(f"{folder}: {component} is no text-to-video transformer for this VAE: {numbers} must be equal")
+            kind, rule = ("image", f"the first must be {image_channels} more than the others") if image_channels else ("text", "must be equal")
+            raise CheckpointError(f"{folder}: {component} is no {kind}-to-video transformer for this VAE: {numbers} {rule}")
+        self._check_image_parts(folder, component, transformer)
+        if takes_image == "optional" and geometry.patch != TIMED_PATCH:
+            raise CheckpointError(f"{folder}: expand_timesteps goes with patch_size {TIMED_PATCH} alone, and {component} has {geometry.patch}")
         return geometry
+
+    def _check_image_parts(self, folder: str | Path, component: str, transformer: dict[str, Any]) -> None:
+        """Requires that an embedding of the image is made where, and as, the transformer takes one."""
+        if transformer.get("pos_embed_seq_len") is not None:
+            raise CheckpointError(f"{folder}: {component} wants a first and a last frame; supported: transformers that want a first frame alone")
+        width = transformer.get("image_dim")
+        if width is None:
+            return
+        if self.takes_image(folder) != "required" or not (read_model_json(folder, "model_index.json").get("image_encoder") or [None])[0]:
+            raise CheckpointError(
+                f"{folder}: {component} takes an embedding of an image (image_dim={width}), and the folder has no image_encoder for it"
+            )
+        made = read_model_json(folder, "image_encoder/config.json").get("hidden_size")
+        if made != width:
+            raise CheckpointError(f"{folder}: {component} takes an embedding of an image of width {width}, and its image_encoder makes one of {made}")
 
     def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
         """`WanTransformer3DModel` on the CPU; diffusers keeps time embedding, norms and modulation in float32 whatever `dtype`."""
@@ -87,22 +114,24 @@ class WanFamily:
         return loading.build(WanTransformer3DModel, folder, component)
 
     def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The `WanPipeline` without its transformers: what encodes is then exactly what will generate."""
+        """The pipeline without its transformers: what encodes is then exactly what will generate. It keeps its image encoder in any case."""
         left_out = {"transformer": None, "transformer_2": None} | ({} if text_encoder else {"text_encoder": None})
         return self._pipeline(folder, device, dtype, **left_out)
 
     def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole `WanPipeline`, its transformers loaded strictly."""
+        """The whole pipeline, its transformers loaded strictly."""
         components = self.components(folder)
         transformers = {name: self.load_transformer(folder, name, dtype=dtype) for name in components}
         return self._pipeline(folder, device, dtype, **transformers)
 
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
-        from diffusers import WanPipeline
+        from diffusers import WanImageToVideoPipeline, WanPipeline
 
         # The VAE stays in float32: its causal convolutions lose visible quality in 16 bits, and it is a small part of the time.
-        dtypes = {"vae": torch.float32, "default": dtype}
-        pipeline = WanPipeline.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
+        # So does the small image encoder, as in the examples of diffusers' own documentation.
+        dtypes = {"vae": torch.float32, "image_encoder": torch.float32, "default": dtype}
+        pipeline_class = WanImageToVideoPipeline if self.takes_image(folder) == "required" else WanPipeline
+        pipeline = pipeline_class.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
         return pipeline.to(device)
 
     @torch.no_grad()
@@ -121,30 +150,71 @@ class WanFamily:
         return [len(ids) for ids in encoders.tokenizer([prompt_clean(prompt) for prompt in prompts]).input_ids]
 
     def text_tokens(self, folder: str | Path, wanted: int = 0, key: str = "max_text_tokens") -> int:
-        """512 by default, as WanPipeline; any other number is as good, as long as training and generation have the same."""
+        """512 by default, as WanPipeline; any other number is as good, as long as training and generation have the same.
+
+        Where the transformer also takes an embedding of an image, it must be 512: its cross-attention counts the text's tokens from the end.
+        """
+        if wanted not in (0, IMAGE_MODEL_TEXT_TOKENS) and read_model_json(folder, "transformer/config.json").get("image_dim") is not None:
+            raise ConfigError(
+                f"{key}={wanted} is not legal for {folder}, whose transformer takes the last {IMAGE_MODEL_TEXT_TOKENS} tokens for text and those before "
+                f"for an image; legal: {IMAGE_MODEL_TEXT_TOKENS}, or 0 for that"
+            )
         return wanted or TEXT_TOKENS
 
     def takes_image(self, folder: str | Path) -> str:
-        """`no`."""
-        return "no"
+        """`optional` for expand_timesteps; else `required` where the folder's pipeline is the one for images."""
+        index = read_model_json(folder, "model_index.json")
+        if index.get("expand_timesteps"):
+            return "optional"
+        return "required" if index.get("_class_name") == "WanImageToVideoPipeline" else "no"
 
+    @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
-        """Nothing."""
-        return [{} for _ in image_BCHW]
+        """`image_frame` (C, 1, H, W) for TI2V; else `image_latents` (C, F, H, W) and, where the transformer takes it, `image_embedding` (L, D)."""
+        video_BCFHW = image_BCHW.unsqueeze(2)
+        if encoders.config.expand_timesteps:
+            return [{"image_frame": latents_CFHW} for latents_CFHW in self.encode_video(encoders, video_BCFHW)]
+        grey_BCFHW = video_BCFHW.new_zeros(()).expand(*video_BCFHW.shape[:2], num_frames - 1, *video_BCFHW.shape[3:])
+        conditions = [{"image_latents": latents} for latents in self.encode_video(encoders, torch.cat([video_BCFHW, grey_BCFHW], dim=2))]
+        if encoders.image_encoder is not None:
+            # From pixels of 8 bits, as the pipeline does: whoever generates gives it a picture.
+            pixels_BHWC = ((image_BCHW.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
+            embedding_BLD = encoders.encode_image([Image.fromarray(pixels_HWC) for pixels_HWC in pixels_BHWC])
+            for condition, embedding_LD in zip(conditions, embedding_BLD, strict=True):
+                condition["image_embedding"] = embedding_LD
+        return conditions
+
+    def image_pipeline(self, pipeline: Any) -> Any:
+        """For TI2V, whose `pipeline` is a WanPipeline: a `WanImageToVideoPipeline` of the same modules."""
+        from diffusers import WanImageToVideoPipeline
+
+        if isinstance(pipeline, WanImageToVideoPipeline):
+            return pipeline
+        return WanImageToVideoPipeline(**pipeline.components, boundary_ratio=pipeline.config.boundary_ratio, expand_timesteps=True)
 
     def condition_shapes(
         self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
     ) -> dict[str, tuple[int, ...]]:
-        """Text alone."""
-        return {"text": (text_tokens, self.geometry(folder).text_dim)}
+        """Text, and what `encode_image` makes of a first frame."""
+        geometry, takes_image = self.geometry(folder), self.takes_image(folder)
+        shapes: dict[str, tuple[int, ...]] = {"text": (text_tokens, geometry.text_dim)}
+        channels, _, *spatial = shape = geometry.latent_shape(*size)
+        if takes_image == "required":
+            shapes["image_latents"] = shape
+        elif takes_image == "optional" and image:
+            shapes["image_frame"] = (channels, 1, *spatial)
+        if read_model_json(folder, "transformer/config.json").get("image_dim") is not None:
+            encoder = read_model_json(folder, "image_encoder/config.json")
+            shapes["image_embedding"] = (1 + (encoder["image_size"] // encoder["patch_size"]) ** 2, encoder["hidden_size"])
+        return shapes
 
     def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
         """Embeddings."""
         return {"prompt_embeds": condition["text"], "negative_prompt_embeds": None if negative is None else negative["text"]}
 
     def given_frames(self, condition: Condition) -> int:
-        """0."""
-        return 0
+        """1 where TI2V has an image, whose latents are the first frame's."""
+        return 1 if "image_frame" in condition else 0
 
     def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """Zeros after each text: Wan's cross-attention has no mask, so the number of zeros is part of the model's input."""
@@ -152,7 +222,8 @@ class WanFamily:
         longest = max(text.shape[0] for text in texts)
         if longest > max_tokens:
             raise ConfigError(f"a text embedding of {longest} tokens doesn't fit into max_text_tokens={max_tokens}")
-        return {"text": torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])}
+        batch = {part: torch.stack([condition[part] for condition in conditions]) for part in conditions[0] if part != "text"}
+        return batch | {"text": torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])}
 
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -173,8 +244,15 @@ class WanFamily:
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """The velocity noise - data, in the dtype of the transformer's arithmetic."""
         dtype = compute_dtype(transformer)
-        timestep_B = t_B.float() * TIME_SCALE
-        return transformer(x_BCFHW.to(dtype), timestep_B, condition["text"].to(dtype), return_dict=False)[0]
+        times = t_B.float() * TIME_SCALE
+        if "image_latents" in condition:
+            x_BCFHW = _with_image(x_BCFHW, condition["image_latents"], transformer.config.in_channels)  # type: ignore[union-attr, arg-type]
+        elif "image_frame" in condition:
+            x_BCFHW = torch.cat([condition["image_frame"], x_BCFHW[:, :, 1:]], dim=2)
+            times = _times_of_tokens(times, x_BCFHW.shape[2:])
+        embedding_BLD = condition.get("image_embedding")
+        image = None if embedding_BLD is None else embedding_BLD.to(dtype)
+        return transformer(x_BCFHW.to(dtype), times, condition["text"].to(dtype), image, return_dict=False)[0]
 
     def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
         """(0, 1), or the part that boundary_ratio gives to this transformer."""
@@ -240,6 +318,21 @@ class WanFamily:
         present = self.components(folder)
         if component not in present:
             raise CheckpointError(f"{folder} has no {component!r}; it has: {', '.join(present)}")
+
+
+def _with_image(x_BCFHW: Tensor, image_BCFHW: Tensor, num_channels: int) -> Tensor:
+    """Noisy latents, mask (1 on the first frame) and the latents of an image, channels behind each other: `num_channels` in all."""
+    mask_BCFHW = torch.zeros_like(x_BCFHW[:, :1]).repeat(1, num_channels - x_BCFHW.shape[1] - image_BCFHW.shape[1], 1, 1, 1)
+    mask_BCFHW[:, :, 0] = 1
+    return torch.cat([x_BCFHW, mask_BCFHW, image_BCFHW], dim=1)
+
+
+def _times_of_tokens(times_B: Tensor, latent_size: torch.Size) -> Tensor:
+    """The time of each token (B, N) of a video of `latent_size` (F, H, W) whose first frame is given: 0 for the tokens of that one."""
+    frames, height, width = (size // part for size, part in zip(latent_size, TIMED_PATCH, strict=True))
+    times_BFn = times_B.view(-1, 1, 1).repeat(1, frames, height * width)
+    times_BFn[:, 0] = 0
+    return times_BFn.flatten(1)
 
 
 FAMILY = WanFamily()
