@@ -87,6 +87,7 @@ class SamplingConfig:
     fps: int = 16
     num_inference_steps: int = 20
     guidance_scale: float = 3.0
+    guidance_scale_2: float = 0.0  # of the second of two transformers (Wan 2.2 A14B), which serves low noise; 0: as guidance_scale
     negative_prompt: str = ""
     dynamic_guidance: bool = False  # CogVideoX: guidance that grows from step to step (its pipeline's use_dynamic_cfg)
     flow_shift: float = 0.0  # 0: as the folder's scheduler has it; it must be 0 where that takes none (CogVideoX's DDIM and DPM)
@@ -96,6 +97,7 @@ class SamplingConfig:
         check_frames("sampling.num_frames", self.num_frames)
         for key in ("height", "width", "num_inference_steps", "fps"):
             require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
-        require(self.guidance_scale >= 0, "sampling.guidance_scale", self.guidance_scale, "0 or more")
+        for key in ("guidance_scale", "guidance_scale_2"):
+            require(getattr(self, key) >= 0, f"sampling.{key}", getattr(self, key), "0 or more")
         require(self.flow_shift >= 0, "sampling.flow_shift", self.flow_shift, "0 (the folder's own) or above")
         require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")

@@ -43,12 +43,18 @@ class ExampleModelConfig:
     num_heads: int = 2
     head_dim: int = 64
     two_transformers: bool = False
+    image_to_video: bool = False  # with wan as Wan 2.1 has it, and with two_transformers as 2.2 A14B; with cogvideox as 5B
+    expand_timesteps: bool = False  # wan: as Wan 2.2 TI2V-5B, which does with or without a first frame
     seed: int = 0
 
     def validate(self) -> None:
-        choice("family", self.family, ("wan", "cogvideox"))
+        choice("family", self.family, ("wan", "cogvideox", "hunyuanvideo"))
         pair = self.family == "wan" or not self.two_transformers
         require(pair, "two_transformers", self.two_transformers, f"false with family={self.family}: only Wan 2.2 has two")
+        images = self.family in ("wan", "cogvideox") or not self.image_to_video
+        require(images, "image_to_video", self.image_to_video, f"false with family={self.family}")
+        timed = not self.expand_timesteps or (self.family == "wan" and not self.two_transformers and not self.image_to_video)
+        require(timed, "expand_timesteps", self.expand_timesteps, "false, except with family=wan alone: TI2V is one model for both tasks")
         require(self.num_layers >= 1, "num_layers", self.num_layers, "at least 1")
         require(self.num_heads >= 1, "num_heads", self.num_heads, "at least 1")
         require(self.head_dim >= 16 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16")
@@ -66,6 +72,7 @@ class PreprocessConfig:
     workers: int = 1
     shard_samples: int = 64
     max_text_tokens: int = 0  # to which text is cut and padded; 0: the model's own number
+    image_to_video: bool = False  # for a model that can do without (Wan 2.2 TI2V): each clip's first frame is given; others have no choice
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def validate(self) -> None:
@@ -86,7 +93,8 @@ class GenerateConfig:
     """One video: `prompt="..." out=FILE.mp4`. Or many: `prompts=FILE out=FOLDER`; under torchrun, processes share them out.
 
     FILE is .txt (one prompt a line, # starts a comment line), .csv (with a header) or .jsonl. The latter two have `prompt` and, if wanted, seed,
-    num_frames, height, width, fps, num_inference_steps, guidance_scale, negative_prompt and flow_shift of each line, which override `sampling.*`.
+    num_frames, height, width, fps, num_inference_steps, guidance_scale, negative_prompt and flow_shift of each line, which override `sampling.*`;
+    and, for an image-to-video model, `image`: a path as seen from FILE's folder.
     FOLDER gets {prompt}-{index}.mp4, a .json beside each, manifest.json and, where some failed, failed.jsonl. The same command again makes what is
     missing. A video's seed is seed + (number of its prompt, from 0) * samples_per_prompt + index; a line's own seed replaces the first two.
     """
@@ -95,6 +103,7 @@ class GenerateConfig:
     recipe: str = "checkpoint"  # checkpoint: the one in the folder's videoqat.json (bf16 if there is none); else a recipe's name or file
     prompt: str = ""
     prompts: str = ""  # a file of them, instead of one
+    image: str = ""  # of one video, for a model that takes one: its first frame, stretched to the video's size as the pipeline does
     samples_per_prompt: int = 1  # of a prompt in the file
     seed: int = 0
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
@@ -106,6 +115,7 @@ class GenerateConfig:
         model_folder("model", self.model)
         if self.prompts:
             require(not self.prompt, "prompt", self.prompt, "nothing where prompts=FILE is given: one of the two")
+            require(not self.image, "image", self.image, "nothing where prompts=FILE is given: a column `image` of a .csv or .jsonl")
             existing("prompts", self.prompts)
             choice("prompts: the file's ending", Path(self.prompts).suffix.lower(), (".txt", ".csv", ".jsonl"))
             require(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
@@ -138,7 +148,7 @@ class CompareConfig:
     """The same prompts and seeds under several (checkpoint, recipe) pairs. The first entry is what the others are held against."""
 
     entries: list[CompareEntry] = field(default_factory=list)
-    prompts: str = MISSING  # a text file, one prompt a line, # starts a comment
+    prompts: str = MISSING  # a .txt file, one prompt a line, # starts a comment; or a .csv or .jsonl with `prompt` and `image` alone
     seeds: list[int] = field(default_factory=lambda: [0])
     validation_cache: str = ""  # what preprocess wrote; empty: no paired validation loss
     validation_samples: int = 64

@@ -113,6 +113,7 @@ class ValidationConfig:
     samples: int = 16
     timesteps: int = 4
     prompts: list[str] = field(default_factory=list)  # a video of each, with the recipe's own kernel
+    images: list[str] = field(default_factory=list)  # their first frames, one for each prompt, for a model that takes them
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
 
     def validate(self) -> None:
@@ -124,6 +125,8 @@ class ValidationConfig:
         something = bool(self.cache or self.prompts)
         require(something or self.every == 0, "validation.every", self.every, "0, or give validation.cache or validation.prompts")
         require(all(prompt.strip() for prompt in self.prompts), "validation.prompts", self.prompts, "texts")
+        legal = f"none, or one for each of the {len(self.prompts)} validation.prompts"
+        require(len(self.images) in (0, len(self.prompts)), "validation.images", self.images, legal)
         self.sampling.validate()
 
 

@@ -226,7 +226,7 @@ class CogVideoXFamily:
 
     @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
-        """`image_latents` (C, 1, H, W): the posterior's mode, scaled as the pipeline scales it, of the image with noise as in CogVideoX's fine-tuning.
+        """`image_latents` (C, 1, H, W): the posterior's mode, scaled as the pipeline scales it, of the image with a training's noise.
 
         Clips' frames differ from the images that people bring; the noise is to bridge that. It is a function of the image.
         """

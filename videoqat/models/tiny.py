@@ -1,4 +1,5 @@
-"""Complete pipelines small enough to train on two CPU cores, built offline from configuration: a `WanPipeline`, a `CogVideoXPipeline`.
+"""Complete pipelines small enough to train on two CPU cores, built offline from configuration: a `WanPipeline`, a `CogVideoXPipeline`, each also for
+images, with first frames given.
 
 Every part is a real one. Wan: `WanTransformer3DModel`, `AutoencoderKLWan` with trained weights (see `tiny_vae`), a `UMT5EncoderModel`, a fast
 tokenizer, `UniPCMultistepScheduler` with a flow shift. CogVideoX: `CogVideoXTransformer3DModel` with rotary embedding, as 5B has it,
@@ -18,6 +19,7 @@ from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import family_of
+from videoqat.models.tiny_hunyuan import hunyuan_pipeline
 from videoqat.models.tiny_mosaic import LATENT_CHANNELS, mosaic_vae
 from videoqat.models.tiny_vae import ARCHITECTURE as VAE_ARCHITECTURE
 from videoqat.models.tiny_vae import load_tiny_vae
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 BOUNDARY_RATIO = 0.875  # of a pair of transformers, as in Wan 2.2 A14B
 FLOW_SHIFT = 3.0
 TEXT_DIM = 64
+IMAGE_DIM = 32
 VOCABULARY_SIZE = 512
 COGVIDEOX_TEXT_TOKENS = 26  # as the 226 of the real ones no multiple of 16, the block that V is quantised by
 # What the tokenizer's merges are learned from. It is byte-level, so that any other text has tokens too, only more of them.
@@ -74,7 +77,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
         raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
     writable_folder("out", out.parent)
     with torch.random.fork_rng(devices=[]):
-        pipeline = {"wan": _wan_pipeline, "cogvideox": _cogvideox_pipeline}[config.family](config)
+        pipeline = {"wan": _wan_pipeline, "cogvideox": _cogvideox_pipeline, "hunyuanvideo": _hunyuan_pipeline}[config.family](config)
     with atomic_folder(out) as aside:
         pipeline.save_pretrained(aside)
         _forget_where_it_was_made(aside)
@@ -92,17 +95,23 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
 
 
 def _wan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
-    from diffusers import UniPCMultistepScheduler, WanPipeline, WanTransformer3DModel
+    from diffusers import UniPCMultistepScheduler, WanImageToVideoPipeline, WanPipeline, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
+
+    vae = load_tiny_vae()
+    latent_channels, mask_channels = VAE_ARCHITECTURE["z_dim"], vae.config.scale_factor_temporal
+    embeds_image = config.image_to_video and not config.two_transformers  # as in Wan 2.1; 2.2 A14B does without
 
     def transformer(seed: int) -> WanTransformer3DModel:
         torch.manual_seed(seed)
         return WanTransformer3DModel(
-            patch_size=(1, 1, 1),
+            patch_size=(1, 2, 2) if config.expand_timesteps else (1, 1, 1),
             num_attention_heads=config.num_heads,
             attention_head_dim=config.head_dim,
-            in_channels=VAE_ARCHITECTURE["z_dim"],
-            out_channels=VAE_ARCHITECTURE["z_dim"],
+            in_channels=latent_channels + (mask_channels + latent_channels if config.image_to_video else 0),
+            out_channels=latent_channels,
+            image_dim=IMAGE_DIM if embeds_image else None,
+            added_kv_proj_dim=config.num_heads * config.head_dim if embeds_image else None,
             text_dim=TEXT_DIM,
             freq_dim=64,
             ffn_dim=4 * config.num_heads * config.head_dim,
@@ -111,10 +120,10 @@ def _wan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
         ).eval()
 
     tokenizer = build_tokenizer()
-    vae = load_tiny_vae()
     torch.manual_seed(config.seed)
     text_encoder = UMT5EncoderModel(UMT5Config(**_text_config(tokenizer))).eval()
-    return WanPipeline(
+    image_parts = _image_encoder(config.seed + 3) if embeds_image else {}
+    return (WanImageToVideoPipeline if config.image_to_video else WanPipeline)(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=vae,
@@ -122,23 +131,36 @@ def _wan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
         transformer_2=transformer(config.seed + 2) if config.two_transformers else None,
         scheduler=UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=FLOW_SHIFT),
         boundary_ratio=BOUNDARY_RATIO if config.two_transformers else None,
-        expand_timesteps=False,
+        expand_timesteps=config.expand_timesteps,
+        **image_parts,
     )
 
 
+def _image_encoder(seed: int) -> dict[str, Any]:
+    """A small CLIP and what prepares its pictures: 28x28 pixels become 5 tokens, where the published one makes 257 of 224x224."""
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": IMAGE_DIM, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    encoder = CLIPVisionModel(CLIPVisionConfig(image_size=28, patch_size=14, **sizes)).eval()
+    return {"image_encoder": encoder, "image_processor": CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})}
+
+
 def _cogvideox_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
-    from diffusers import CogVideoXDDIMScheduler, CogVideoXPipeline
+    from diffusers import CogVideoXDDIMScheduler, CogVideoXImageToVideoPipeline, CogVideoXPipeline
     from transformers import T5Config, T5EncoderModel
 
     tokenizer = build_tokenizer()
     torch.manual_seed(config.seed)
     text_encoder = T5EncoderModel(T5Config(**_text_config(tokenizer))).eval()
     torch.manual_seed(config.seed + 1)
-    return CogVideoXPipeline(
+    changes: dict[str, Any] = {"in_channels": 2 * LATENT_CHANNELS, "use_learned_positional_embeddings": True} if config.image_to_video else {}
+    sizes = {"num_attention_heads": config.num_heads, "attention_head_dim": config.head_dim, "num_layers": config.num_layers}
+    return (CogVideoXImageToVideoPipeline if config.image_to_video else CogVideoXPipeline)(
         tokenizer=tokenizer,
         text_encoder=text_encoder,
         vae=mosaic_vae(),
-        transformer=cogvideox_transformer(num_attention_heads=config.num_heads, attention_head_dim=config.head_dim, num_layers=config.num_layers),
+        transformer=cogvideox_transformer(**sizes | changes),
         scheduler=CogVideoXDDIMScheduler(
             prediction_type="v_prediction",
             beta_schedule="scaled_linear",
@@ -150,11 +172,16 @@ def _cogvideox_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
     )
 
 
+def _hunyuan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
+    return hunyuan_pipeline(config, build_tokenizer(), CAPTION_WORDS)
+
+
 def cogvideox_transformer(**changes: Any) -> "CogVideoXTransformer3DModel":
     """A small CogVideoX transformer, in eval mode, drawn from torch's global generator.
 
     Args:
-        changes: of its configuration: `use_rotary_positional_embeddings=False` makes it like 2B, `patch_size_t=2` like 1.5.
+        changes: of its configuration: `use_rotary_positional_embeddings=False` makes it like 2B, `patch_size_t=2` like 1.5;
+            `use_learned_positional_embeddings=True` like 5B's for images, `ofs_embed_dim` like 1.5's, both with twice the in_channels.
     """
     from diffusers import CogVideoXTransformer3DModel
 

@@ -156,8 +156,8 @@ class WanFamily:
         """
         if wanted not in (0, IMAGE_MODEL_TEXT_TOKENS) and read_model_json(folder, "transformer/config.json").get("image_dim") is not None:
             raise ConfigError(
-                f"{key}={wanted} is not legal for {folder}, whose transformer takes the last {IMAGE_MODEL_TEXT_TOKENS} tokens for text and those before "
-                f"for an image; legal: {IMAGE_MODEL_TEXT_TOKENS}, or 0 for that"
+                f"{key}={wanted} is not legal for {folder}, whose transformer takes its context's last {IMAGE_MODEL_TEXT_TOKENS} tokens for text and "
+                f"others for an image; legal: {IMAGE_MODEL_TEXT_TOKENS}, or 0 for that"
             )
         return wanted or TEXT_TOKENS
 
