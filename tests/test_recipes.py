@@ -39,6 +39,10 @@ def test_a_recipe_with_no_field_at_its_default_survives_json():
         dv_p="exact",
         attention_kinds=("cross",),
         keep_layers=(0, 7),
+        keep_layers_in=(("transformer_2", (3,)),),
+        keep_components=("transformer",),
+        keep_first_steps=2,
+        keep_last_steps=1,
     )
     defaults = AttentionRecipe("default")
     same = [f.name for f in dataclasses.fields(recipe) if getattr(recipe, f.name) == getattr(defaults, f.name)]

@@ -45,7 +45,7 @@ BAD = {
         "cache='.*' is too small for one step: its 6 samples fill 3 batches of train.batch_size=2 .6 samples., train.global_batch_size=8 takes 8",
     ),
     "batch": ({"train__batch_size": 7}, "batch_size=7 is more than any bucket of .* holds .5x32x32: 6"),
-    "keep_layers": ({"recipe": "bad.json"}, r"keep_layers=\[9\] is not legal; legal: blocks 0 to 1"),
+    "keep_layers": ({"recipe": "bad.json"}, r"'mine': keep_layers names block 9, but this model has blocks 0 to 1"),
 }
 
 

@@ -1,22 +1,32 @@
 """Attention recipes: what is quantised, and how.
 
 An `AttentionRecipe` is a small frozen value. The same object drives the reference, every kernel, the trainer, the exported checkpoint
-(`videoqat.json`), generation and the tests. What each field means is defined in `docs/numerics.md`.
+(`videoqat.json`), generation and the tests. What each field means is defined in `docs/numerics.md`; what stays in bf16, in `docs/sensitivity.md`.
 """
 
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import UnionType
-from typing import Any
+from typing import Any, TypeVar
 
 from videoqat.errors import ConfigError
 
+T = TypeVar("T")
+
 OPERAND_FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8", "int8")
 SEARCH_DIVISORS = (6.0, 6.5, 5.6, 4.0)
-ATTENTION_KINDS = ("self", "joint", "cross")
+ATTENTION_KINDS = ("self", "joint", "cross", "refiner")
+COMPONENTS = ("transformer", "transformer_2")  # what pipelines call their transformers, the one for high noise first
+CHOICE_KEYS = ("max_error", "max_kept", "min_share")  # limits by which `keep_layers: auto` chooses; see `choose_kept`
+AUTO_KEYS = {"sensitivity", *CHOICE_KEYS}
+# What a forward computes depends on these alone, beside where it is quantised at all; the rest are a name, and the backward's.
+FORWARD_FIELDS = (
+    "qk", "pv", "p_gain_log2", "scale_divisors", "normalizer", "smooth_q", "smooth_k", "two_level_p", "attention_kinds",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,8 +47,13 @@ class AttentionRecipe:
         two_level_p: SageAttention3's scale for each row and 128 keys, before NVFP4.
         delta: D in dS = P (dP - D): `high_precision_output` (rowsum of dO and O_hp = P V'), or `output` (from O: the paper's ablation).
         dv_p: P in dV = P^T dO: `quantised` (the forward's codes), or `exact` (the paper's ablation).
-        attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text).
-        keep_layers: indices of transformer blocks whose attention stays in bf16.
+        attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text), `refiner` (text
+            alone, before the blocks).
+        keep_layers: indices of transformer blocks whose attention stays in bf16, in every transformer of the model.
+        keep_layers_in: likewise for single transformers of a pair, as pairs of (one of `COMPONENTS`, indices); a mapping will do. It adds to keep_layers.
+        keep_components: transformers that stay in bf16 altogether.
+        keep_first_steps, keep_last_steps: so many denoising steps at the beginning and the end of a video are computed in bf16, by both transformers
+            of a pair. Training has no steps: it quantises at all times.
         as_json: all of the above (not to be given).
     """
 
@@ -56,6 +71,10 @@ class AttentionRecipe:
     dv_p: str = "quantised"
     attention_kinds: tuple[str, ...] = ("self", "joint")
     keep_layers: tuple[int, ...] = ()
+    keep_layers_in: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    keep_components: tuple[str, ...] = ()
+    keep_first_steps: int = 0
+    keep_last_steps: int = 0
     as_json: str = dataclasses.field(init=False, repr=False, compare=False, default="")
 
     def __post_init__(self) -> None:
@@ -74,7 +93,10 @@ class AttentionRecipe:
         sequence("scale_divisors", int | float)
         sequence("attention_kinds", str)
         sequence("keep_layers", int)
-        for field, scalar in (("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int)):
+        sequence("keep_components", str)
+        for field, scalar in (
+            ("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int), ("keep_first_steps", int), ("keep_last_steps", int),
+        ):  # fmt: skip
             if type(getattr(self, field)) is not scalar:
                 raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} is not {scalar.__name__}")
         legal("qk", self.qk, OPERAND_FORMATS)
@@ -90,8 +112,7 @@ class AttentionRecipe:
         legal("p_gain_log2", self.p_gain_log2, tuple(range(largest_gain + 1)))
         if not self.scale_divisors or any(not 0 < c < math.inf for c in self.scale_divisors):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors={self.scale_divisors} must be one or more positive numbers")
-        if any(layer < 0 for layer in self.keep_layers):
-            raise ConfigError(f"recipe {self.name!r}: keep_layers={self.keep_layers} must be indices of blocks, from 0")
+        self._check_kept()
         if self.scale_divisors != (6.0,) and "nvfp4" not in (self.qk, self.pv):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors are for nvfp4, but qk={self.qk} and pv={self.pv}")
         if self.grad_p == "quantised" and self.normalizer != "quantised":
@@ -102,6 +123,32 @@ class AttentionRecipe:
 
         # How the recipe travels through the attention operator. Made here once: torch.compile can read a string, but not run this.
         object.__setattr__(self, "as_json", json.dumps(self.to_dict()))
+
+    def _check_kept(self) -> None:
+        """Brings what stays in bf16 into one form, so that recipes that keep the same are equal."""
+        given = self.keep_layers_in
+        pairs = list(given.items()) if isinstance(given, dict) else given
+        well_formed = isinstance(pairs, list | tuple) and all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs)
+        if not well_formed or any(not isinstance(kept, list | tuple) for _, kept in pairs):
+            raise ConfigError(f"recipe {self.name!r}: keep_layers_in={given!r} is no mapping such as {{transformer: [0], transformer_2: [0, 29]}}")
+        for field, components in (("keep_layers_in", [component for component, _ in pairs]), ("keep_components", self.keep_components)):
+            for component in components:
+                if component not in COMPONENTS:
+                    raise ConfigError(f"recipe {self.name!r}: {field} names {component!r}; legal: {', '.join(COMPONENTS)}")
+        for field, layers in (("keep_layers", self.keep_layers), *(("keep_layers_in", kept) for _, kept in pairs)):
+            if any(type(layer) is not int or layer < 0 for layer in layers):
+                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} must be indices of blocks, from 0")
+        for field in ("keep_first_steps", "keep_last_steps"):
+            if getattr(self, field) < 0:
+                raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)} must be 0 or more")
+        everywhere = _once(self.keep_layers)
+        own: dict[str, set[int]] = {}
+        for component, kept in pairs:
+            own.setdefault(component, set()).update(set(kept) - set(everywhere))
+        object.__setattr__(self, "keep_layers", everywhere)
+        object.__setattr__(self, "keep_components", _once(self.keep_components))
+        alone = [(component, _once(kept)) for component, kept in sorted(own.items()) if kept and component not in self.keep_components]
+        object.__setattr__(self, "keep_layers_in", tuple(alone))
 
     def _check_int8(self) -> None:
         """INT8 is SageBwd, whole: both products, D from O, and none of what is there for 4 bits."""
@@ -122,14 +169,45 @@ class AttentionRecipe:
         """Whether any operand is quantised; if not, attention is plain SDPA."""
         return (self.qk, self.pv) != ("bf16", "bf16")
 
-    def covers(self, kind: str, layer: int) -> bool:
-        """Whether this recipe quantises the attention of `kind` in transformer block `layer`."""
-        return self.is_quantised and kind in self.attention_kinds and layer not in self.keep_layers
+    def covers(self, kind: str, layer: int, component: str = "transformer") -> bool:
+        """Whether this recipe quantises the attention of `kind` in block `layer` of the transformer `component`, in steps that it doesn't keep."""
+        if not self.is_quantised or kind not in self.attention_kinds or component in self.keep_components:
+            return False
+        return layer not in self.keep_layers and layer not in dict(self.keep_layers_in).get(component, ())
+
+    def keeps_step(self, step: int, num_steps: int) -> bool:
+        """Whether denoising step `step` (from 0) of `num_steps` is computed in bf16."""
+        return step < self.keep_first_steps or step >= num_steps - self.keep_last_steps
+
+    def check_steps(self, num_steps: int) -> None:
+        """Requires that a video of `num_steps` denoising steps has the steps that are to be kept.
+
+        Raises:
+            ConfigError: it has fewer.
+        """
+        kept = self.keep_first_steps + self.keep_last_steps
+        if kept > num_steps:
+            raise ConfigError(
+                f"recipe {self.name!r} keeps the first {self.keep_first_steps} and the last {self.keep_last_steps} denoising steps in bf16, {kept} of "
+                f"{num_steps}; legal: num_inference_steps of {kept} or more, or a recipe that keeps fewer"
+            )
 
     def to_dict(self) -> dict[str, Any]:
-        """A JSON-able dict; `recipe_from_dict` is its inverse."""
-        fields = {k: v for k, v in dataclasses.asdict(self).items() if k != "as_json"}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}
+        """A JSON-able dict; `recipe_from_dict` is its inverse.
+
+        Of steps and single transformers only what is kept is in it: what was written before there were such keys means the same, and is equal.
+        """
+        fields: dict[str, Any] = {k: v for k, v in dataclasses.asdict(self).items() if k != "as_json"}
+        later = ("keep_layers_in", "keep_components", "keep_first_steps", "keep_last_steps")
+        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in later or v}
+        if self.keep_layers_in:
+            fields["keep_layers_in"] = {component: list(kept) for component, kept in self.keep_layers_in}
+        return fields
+
+
+def _once(values: Iterable[T]) -> tuple[T, ...]:
+    """Each of `values` once, in ascending order."""
+    return tuple(sorted(set(values)))  # type: ignore[type-var]
 
 
 _NAMED = (
@@ -194,5 +272,65 @@ def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
             raise ConfigError(f"recipe {recipe!r} can't be read: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigError(f"{path}: a recipe file holds a mapping")
+        if fields.get("keep_layers") == "auto" or AUTO_KEYS & fields.keys():
+            return _with_measured_layers(fields, path)
         return recipe_from_dict(fields, str(path))
     raise ConfigError(f"recipe {recipe!r} does not exist; legal: {', '.join(RECIPES)}, or the path of a recipe's .yaml or .json file")
+
+
+def _with_measured_layers(fields: dict[str, Any], path: Path) -> AttentionRecipe:
+    """The recipe of a file with `keep_layers: auto`: which layers that means stands in what `videoqat sensitivity` found out.
+
+    Beside it the file has `sensitivity` (the result's path, from the file's own folder) and one or more of `CHOICE_KEYS`.
+    """
+    limits: dict[str, Any] = {key: fields[key] for key in CHOICE_KEYS if key in fields}
+    if fields.get("keep_layers") != "auto" or not isinstance(fields.get("sensitivity"), str) or not limits:
+        asked = "`keep_layers: auto`, `sensitivity: FILE` (what `videoqat sensitivity` wrote) and one or more of " + ", ".join(CHOICE_KEYS)
+        raise ConfigError(f"{path}: layers that are to be chosen by a measurement need all of {asked}")
+    for key, value in limits.items():
+        if isinstance(value, bool) or not isinstance(value, int if key == "max_kept" else int | float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{path}: {key}={value!r} is not legal; legal: {'0, 1, 2 ...' if key == 'max_kept' else 'a number, 0 or more'}")
+    recipe = recipe_from_dict({k: v for k, v in fields.items() if k not in AUTO_KEYS} | {"keep_layers": []}, str(path))
+    if recipe.keep_layers_in:
+        raise ConfigError(f"{path}: keep_layers_in can't stand beside `keep_layers: auto`, which decides it")
+    source = path.parent / fields["sensitivity"]
+    try:
+        found = json.loads(source.read_text())
+        measured, components = recipe_from_dict(found["recipe"], str(source)), found["components"]
+        chosen = choose_kept(found["path"], **limits)
+        kept = None if chosen is None else kept_fields(chosen["kept"], components)
+        least = min(step["error"] for step in found["path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: sensitivity={fields['sensitivity']!r} is no result of `videoqat sensitivity`: {error!r}") from error
+    for field in (*FORWARD_FIELDS, "keep_components"):
+        if getattr(measured, field) != getattr(recipe, field):
+            difference = f"with {field}={getattr(measured, field)!r}, not {getattr(recipe, field)!r}"
+            raise ConfigError(f"{path}: {source} measured recipe {measured.name!r}, {difference}; its layers say nothing about recipe {recipe.name!r}")
+    if kept is None:
+        raise ConfigError(f"{path}: no choice of layers in {source} meets {limits}; the least error that it reached is {least:.3g}")
+    return dataclasses.replace(recipe, **kept)
+
+
+def choose_kept(
+    path: list[dict[str, Any]], *, max_error: float | None = None, max_kept: int | None = None, min_share: float | None = None
+) -> dict[str, Any] | None:
+    """The one of several measured choices of layers to keep in bf16 that meets all limits; None if none does.
+
+    Args:
+        path: the choices, each with `kept` (component -> indices), `count` (how many the choice adds to what the recipe keeps), `error`, `share`.
+        max_error: the error at the transformer's output that may remain; of those that meet it, the choice that keeps fewest layers is taken.
+            Without it, the one with the least error.
+        max_kept: how many layers may be kept, beside those that the recipe keeps.
+        min_share: the share of attention's arithmetic that must be left in the recipe's formats.
+    """
+    able = [step for step in path if (max_kept is None or step["count"] <= max_kept) and (min_share is None or step["share"] >= min_share)]
+    if max_error is not None:
+        return min((step for step in able if step["error"] <= max_error), key=lambda step: step["count"], default=None)
+    return min(able, key=lambda step: (step["error"], step["count"]), default=None)
+
+
+def kept_fields(kept: dict[str, list[int]], components: list[str]) -> dict[str, Any]:
+    """Fields of a recipe that keeps these layers, of a model with these transformers."""
+    if len(components) == 1:
+        return {"keep_layers": tuple(kept[components[0]]), "keep_layers_in": ()}
+    return {"keep_layers": (), "keep_layers_in": tuple((component, tuple(layers)) for component, layers in kept.items())}

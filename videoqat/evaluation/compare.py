@@ -35,8 +35,9 @@ from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
 from videoqat.files import atomic_path, file_stats, writable_folder, write_json
-from videoqat.generation.engine import Engine, VideoResult, check_sampling, choose_recipe
+from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling, choose_recipe
 from videoqat.generation.prompts import read_prompts
+from videoqat.models.hub import origin
 from videoqat.models.spec import family_of
 from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
 from videoqat.provenance import commit, device_name, provenance, versions
@@ -130,6 +131,7 @@ def plan(config: CompareConfig) -> dict[str, Any]:
     for entry in config.entries:
         size = check_sampling(entry.model, config.sampling)
         recipe, warnings = choose_recipe(entry.model, entry.recipe)
+        check_recipe(entry.model, recipe, config.sampling)
         kernel = config.runtime.kernel if recipe.is_quantised else "auto"
         receipt = resolve(recipe, device, dtype, size["head_dim"], kernel).to_dict()
         if entry.run:
@@ -263,7 +265,8 @@ class Comparison:
     def _warm_up(self, engine: Engine, entry: CompareEntry) -> dict[str, dict[str, float]]:
         """A short untimed video, so that first-use costs (kernels, caches) are in no latency; meanwhile each quantised layer's error is measured."""
         errors = LayerErrors(engine, get_recipe(entry.recipe))
-        sampling = dataclasses.replace(self.config.sampling, num_inference_steps=WARM_UP_STEPS)
+        steps = max(WARM_UP_STEPS, errors.recipe.keep_first_steps + errors.recipe.keep_last_steps + 1)  # at least one that is quantised
+        sampling = dataclasses.replace(self.config.sampling, num_inference_steps=steps)
         with errors.watching():
             engine.generate(self.prompts[0], self.config.seeds[0], sampling, errors.recipe)
         return errors.means()
@@ -309,6 +312,7 @@ class Comparison:
                 {
                     "name": entry.name,
                     "model": entry.model,
+                    "model_origin": origin(entry.model),
                     "recipe": get_recipe(entry.recipe).to_dict(),
                     "receipts": _distinct([receipt for r in mine for receipt in r["receipts"]]),
                     "latency": _latency(mine),

@@ -4,6 +4,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from videoqat.recipes import AttentionRecipe
 
 
 class LayerErrors:
-    """Collects `attention_health` of each quantised layer while the engine renders.
+    """Collects `attention_health` of each quantised layer while the engine renders, in the steps in which it is quantised.
 
     Args:
         engine: whose transformers are watched.
@@ -29,18 +30,18 @@ class LayerErrors:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Puts the recipe in and measures every attention of its layers until the block ends."""
-        quantised = self.engine.install(self.recipe)
+        self.engine.install(self.recipe)
         for component, transformer in self.engine.transformers.items():
-            if quantised[component]:
-                observe(transformer, functools.partial(self._measure, component, frozenset(quantised[component])))
+            modules = {layer.name: layer.module for layer in self.engine.family.attention_layers(transformer)}
+            observe(transformer, functools.partial(self._measure, component, modules))
         try:
             yield
         finally:
             for transformer in self.engine.transformers.values():
                 observe(transformer, None)
 
-    def _measure(self, component: str, layers: frozenset[str], layer: str, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> None:
-        if layer in layers:
+    def _measure(self, component: str, modules: dict[str, Any], layer: str, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> None:
+        if modules[layer].processor.recipe.is_quantised:  # neither a layer nor a step that stays in bf16
             name = layer if len(self.engine.transformers) == 1 else f"{component}.{layer}"
             self.found[name].append(attention_health(q_BNHD, k_BNHD, v_BNHD, self.recipe))
 

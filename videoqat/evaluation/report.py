@@ -96,6 +96,9 @@ def _caveats(report: dict[str, Any]) -> list[str]:
         caveats.append("No validation loss: the comparison was not given a validation_cache.")
     elif report["entries"][0]["validation"]["ci95"] is None:
         caveats.append("One validation clip gives no interval: the differences of the validation loss may be luck.")
+    kept = [entry["name"] for entry in report["entries"] if entry["recipe"].get("keep_first_steps") or entry["recipe"].get("keep_last_steps")]
+    if kept and report["entries"][0]["validation"]:
+        caveats.append(f"Validation loss knows no denoising steps: {', '.join(kept)} is quantised there at all times, also at those of steps that it keeps.")
     if report["ranks"] != [1]:
         ranks = " or ".join(map(str, report["ranks"]))
         caveats.append(f"The videos were rendered by {ranks} processes at the same time; latencies are those of each process's own device.")

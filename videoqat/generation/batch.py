@@ -24,7 +24,7 @@ from videoqat.data.precompute import file_hash
 from videoqat.errors import ConfigError, NonFiniteError, UserError
 from videoqat.files import atomic_path, file_stats, write_json
 from videoqat.generation import single
-from videoqat.generation.engine import Engine, check_sampling, text_tokens
+from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
 from videoqat.generation.prompts import Video, videos
 from videoqat.parallel.folder import check_ours, sole_user
 from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh, world_size_from_launcher
@@ -57,11 +57,13 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
 def _plan(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
     found = videos(config)
     sizes: dict[str, dict[str, Any]] = {}
+    recipe, _ = choose_recipe(config.model, config.recipe)
     for video in found:
         wish = json.dumps(to_dict(video.sampling))
         if wish not in sizes:
             try:
                 sizes[wish] = check_sampling(config.model, video.sampling)
+                check_recipe(config.model, recipe, video.sampling)
             except UserError as error:
                 raise type(error)(f"prompts={config.prompts!r}, line {video.line}: {error}") from error
             sizes[wish] |= {key: getattr(video.sampling, key) for key in ("num_frames", "height", "width")}

@@ -8,6 +8,7 @@ own processor computes; that way all of them can be observed.
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models.other import OTHER, OtherTransformers
-from videoqat.models.spec import AttentionLayer, ModelFamily, family_of_transformer
+from videoqat.models.spec import AttentionLayer, ModelFamily, family_of, family_of_transformer
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe
 
@@ -27,6 +28,7 @@ class _Installed:
     """Kept on the transformer while a recipe is installed."""
 
     recipe: AttentionRecipe
+    component: str  # which of its pipeline's transformers this one is
     layers: list[AttentionLayer]
     stock: list[Any]  # what the layers' processors were before
 
@@ -48,7 +50,12 @@ def attention_of(transformer: nn.Module) -> ModelFamily | OtherTransformers:
 
 
 def install(
-    transformer: nn.Module, recipe: AttentionRecipe | str, *, kernel: str = "auto", family: ModelFamily | None = None
+    transformer: nn.Module,
+    recipe: AttentionRecipe | str,
+    *,
+    kernel: str = "auto",
+    family: ModelFamily | None = None,
+    component: str = "transformer",
 ) -> list[AttentionLayer]:
     """Makes `transformer` compute attention by `recipe`. A recipe already installed is replaced.
 
@@ -57,33 +64,32 @@ def install(
         recipe: a recipe, or the name or file of one.
         kernel: for the quantised layers; `auto`, or a kernel's name to insist on it.
         family: found by the transformer's class if not given.
+        component: which of its pipeline's transformers it is; a recipe may treat the two of a pair differently.
 
     Returns:
-        The layers that are now quantised (none for a bf16 recipe).
+        The layers that are now quantised (none for a bf16 recipe). Denoising steps are nobody's business here: whoever knows the step has these layers
+        compute by bf16 where the recipe keeps it (`computing_by`).
 
     Raises:
-        ConfigError: `keep_layers` names a block that the model doesn't have, or the recipe can't run on a divided sequence (`shard_sequence`).
+        ConfigError: the recipe keeps a block that the model doesn't have, or it can't run on a divided sequence (`shard_sequence`).
         CheckpointError: a transformer of no known family with an attention processor that isn't known.
     """
     recipe = get_recipe(recipe)
     known = family or attention_of(transformer)
     layers = known.attention_layers(transformer)
-    last = max(layer.index for layer in layers)
-    for index in recipe.keep_layers:
-        if not 0 <= index <= last:
-            raise ConfigError(f"recipe {recipe.name!r}: keep_layers names block {index}, but this model has blocks 0 to {last}")
+    check_kept_layers(recipe, component, 1 + max(layer.index for layer in layers))
     sharded: _Sharded | None = getattr(transformer, "_videoqat_sharded", None)
     if sharded is not None:
-        check_sharded(recipe, layers, sharded.ulysses)
+        check_sharded(recipe, layers, sharded.ulysses, component)
     _put_back(transformer)
     stock = [layer.module.processor for layer in layers]
-    quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index)]
+    quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index, component)]
     for layer in layers:
         # A kernel that is insisted on is meant for the quantised layers; it need not be able to do plain attention.
         processor = known.make_processor(layer, recipe, kernel) if layer in quantised else known.make_processor(layer, RECIPES["bf16"], "auto")
         processor.ulysses = None if sharded is None else sharded.ulysses
         _set_processor(layer.module, processor)
-    transformer._videoqat_installed = _Installed(recipe, layers, stock)  # type: ignore[assignment]
+    transformer._videoqat_installed = _Installed(recipe, component, layers, stock)  # type: ignore[assignment]
     return quantised
 
 
@@ -131,7 +137,7 @@ def shard_sequence(transformer: nn.Module, ulysses: Ulysses | None, *, family: M
     if installed is None:
         raise CheckpointError("no recipe is installed in this transformer: install one (bf16 will do) before dividing its sequence")
     if ulysses is not None:
-        check_sharded(installed.recipe, installed.layers, ulysses)
+        check_sharded(installed.recipe, installed.layers, ulysses, installed.component)
     sharded: _Sharded | None = getattr(transformer, "_videoqat_sharded", None)
     for hook in sharded.hooks if sharded is not None else ():
         hook.remove()
@@ -149,7 +155,35 @@ def divided_by(transformer: nn.Module) -> Ulysses | None:
     return None if sharded is None else sharded.ulysses
 
 
-def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses: Ulysses) -> None:
+def check_kept_layers(recipe: AttentionRecipe, component: str, num_layers: int) -> None:
+    """Requires that a transformer of `num_layers` blocks has those that `recipe` keeps in it.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    for field, kept in (("keep_layers", recipe.keep_layers), ("keep_layers_in", dict(recipe.keep_layers_in).get(component, ()))):
+        for index in kept:
+            if index >= num_layers:
+                which = "this model" if component == "transformer" else component
+                raise ConfigError(f"recipe {recipe.name!r}: {field} names block {index}, but {which} has blocks 0 to {num_layers - 1}")
+
+
+def check_policy(recipe: AttentionRecipe, folder: str | Path) -> None:
+    """Requires that the model in `folder` has every transformer and every block that `recipe` names. Nothing is loaded.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    family = family_of(folder)
+    components = family.components(folder)
+    for component in (*recipe.keep_components, *dict(recipe.keep_layers_in)):
+        if component not in components:
+            raise ConfigError(f"recipe {recipe.name!r} keeps layers of {component!r}, which {folder} does not have; legal: {', '.join(components)}")
+    for component in components:
+        check_kept_layers(recipe, component, family.geometry(folder, component).num_layers)
+
+
+def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses: Ulysses, component: str = "transformer") -> None:
     """Requires that these layers can attend by `recipe` when the sequence is divided, and quantise the same numbers together.
 
     Raises:
@@ -160,7 +194,7 @@ def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses
     for layer in layers:
         if layer.kind != "cross" and layer.num_heads % ulysses.degree:
             raise ConfigError(f"parallel.sp={ulysses.degree} does not divide the {layer.num_heads} heads of {layer.name}")
-        if layer.kind == "cross" and recipe.covers(layer.kind, layer.index) and (recipe.smooth_q or recipe.qk == "int8"):
+        if layer.kind == "cross" and recipe.covers(layer.kind, layer.index, component) and (recipe.smooth_q or recipe.qk == "int8"):
             # Queries of cross-attention stay divided. Their own blocks run along head_dim, but these two look at many queries at once.
             how = "smooth_q" if recipe.smooth_q else "qk=int8"
             raise ConfigError(
@@ -182,6 +216,20 @@ def computing_by(layers: list[AttentionLayer], recipe: AttentionRecipe, kernel: 
     finally:
         for processor, (own_recipe, own_kernel) in zip(processors, before, strict=True):
             processor.recipe, processor.kernel = own_recipe, own_kernel
+
+
+@contextlib.contextmanager
+def stepping(layers: list[AttentionLayer], recipe: AttentionRecipe, num_steps: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to be called with the number of each of `num_steps` denoising steps (from 0) before its forwards: from then on the quantised
+    `layers` compute by bf16 if `recipe` keeps that step, else by what is installed in them. Afterwards they compute by that again."""
+    with contextlib.ExitStack() as kept:
+
+        def begin(step: int) -> None:
+            kept.close()
+            if step < num_steps and recipe.keeps_step(step, num_steps):
+                kept.enter_context(computing_by(layers, RECIPES["bf16"]))
+
+        yield begin
 
 
 def observe(transformer: nn.Module, observer: Observer | None) -> None:

@@ -97,7 +97,7 @@ def prepare(
     config, loop = job.config, job.config.train
     transformer = job.family.build(config.model.path, config.model.component).train()
     set_trainable(transformer, loop.trainable)
-    layers = install(transformer, job.recipe, kernel=config.runtime.kernel, family=job.family)
+    layers = install(transformer, job.recipe, kernel=config.runtime.kernel, family=job.family, component=config.model.component)
     if mesh.sp_group is not None:
         shard_sequence(transformer, Ulysses(mesh.sp_group, config.parallel.ulysses_wire, exchange), family=job.family)
     adapt(transformer)

@@ -16,6 +16,7 @@ from videoqat.config import LoopConfig, TrainConfig, parse_bucket, require, to_d
 from videoqat.data.dataset import BatchOrder, CachedVideos
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import ConfigError, DataError
+from videoqat.models.install import check_policy
 from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import Geometry, ModelFamily, family_of
 from videoqat.parallel.mesh import Layout, divisors, resolve_layout, world_size_from_launcher
@@ -162,8 +163,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> Job:
     config = replace(config, objective=resolve_objective(config.objective, schedule))
     time_quantiles(config.objective, time_range)
     recipe, (device, _) = get_recipe(config.recipe), config.runtime.resolve()
-    beyond = [index for index in recipe.keep_layers if not 0 <= index < geometry.num_layers]
-    require(not beyond, f"recipe {recipe.name!r}: keep_layers", beyond, f"blocks 0 to {geometry.num_layers - 1}")
+    check_policy(recipe, folder)
+    legal = "another component, or recipe=bf16: nothing of it would be quantised"
+    require(component not in recipe.keep_components, f"recipe {recipe.name!r} keeps model.component", component, legal)
     layout = _layout(config, world_size, geometry.num_heads, recipe)
     accumulation = _accumulation(loop, layout)
     receipt = resolve(recipe, device, getattr(torch, loop.compute_dtype), geometry.head_dim, config.runtime.kernel, training=True)

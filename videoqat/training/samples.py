@@ -45,6 +45,7 @@ def check_samples(job: Job) -> None:
     if not config.validation.every or not config.validation.prompts:
         return
     check_sampling(config.model.path, config.validation.sampling)
+    job.recipe.check_steps(config.validation.sampling.num_inference_steps)
     components = job.family.components(config.model.path)
     legal = f"none: samples need {' and '.join(components)}, and training holds {config.model.component} alone"
     require(len(components) == 1, "validation.prompts", config.validation.prompts, legal)

@@ -154,7 +154,7 @@ def forward_cost(
     geometry = family.geometry(folder, component)
     transformer = family.build(folder, component).train()
     set_trainable(transformer, list(trainable))
-    layers = install(transformer, recipe, family=family)
+    layers = install(transformer, recipe, family=family, component=component)
     with FakeTensorMode(allow_non_fake_inputs=True):  # buffers are real
         fp32, dtype = kept_in_fp32(transformer), getattr(torch, compute_dtype)
         weights = {name: torch.empty(p.shape, dtype=torch.float32 if p in fp32 else dtype) for name, p in transformer.named_parameters()}
