@@ -164,7 +164,7 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.PreprocessConfig, "source=/nowhere", "source='/nowhere' is not legal; legal: an existing folder"),
         (cfg.PreprocessConfig, "model.path=/nowhere", "model.path='/nowhere' is not legal; legal: an existing folder"),
         (cfg.PreprocessConfig, "model.component=unet", "model.component='unet' is not legal; legal: transformer, transformer_2"),
-        (cfg.ExampleModelConfig, "family=mochi", "family='mochi' is not legal; legal: wan, cogvideox"),
+        (cfg.ExampleModelConfig, "family=mochi", "family='mochi' is not legal; legal: wan, cogvideox, hunyuanvideo"),
         (cfg.PreprocessConfig, "buckets=[16x64x64]", "buckets=16 is not legal; legal: 4n+1 frames, such as 13 or 17"),
         (cfg.PreprocessConfig, "buckets=[64x64]", "buckets='64x64' is not FRAMESxHEIGHTxWIDTH, such as 17x64x64"),
         (cfg.PreprocessConfig, "buckets=[17x0x64]", "buckets='17x0x64' is not legal; legal: positive height and width"),

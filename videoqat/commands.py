@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "example-model": Command(
         cfg.ExampleModelConfig,
         "videoqat.models.tiny:build_pipeline",
-        "build a tiny pipeline (a diffusers folder; Wan or CogVideoX) offline from configuration",
+        "build a tiny pipeline (a diffusers folder; Wan, CogVideoX or HunyuanVideo) offline from configuration",
         "videoqat example-model out=tiny-wan",
     ),
     "preprocess": Command(

@@ -30,17 +30,20 @@ def forward(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, kv_len_B: Tensor | N
     """out (B, Nq, H, d), differentiable."""
     num_queries, num_keys = q_BNHd.shape[1], k_BNHd.shape[1]
     mask = empty_BN = None
+    # A row that may see nothing sees everything and is zeroed afterwards: not every SDPA kernel has a result or a gradient for such rows.
     # As branches: with dynamic shapes, torch.compile needs them decided, and SDPA takes no symbolic bool.
     enable_gqa = True if q_BNHd.shape[2] != k_BNHd.shape[2] else False  # noqa: SIM210
     is_causal = True if causal and kv_len_B is None and num_queries == num_keys else False  # noqa: SIM210  torch aligns causal masks to the top left
     if kv_len_B is not None:
         past_BK11 = (torch.arange(num_keys, device=q_BNHd.device) >= kv_len_B.unsqueeze(1))[:, :, None, None]
         k_BNHd, v_BNHd = (x.masked_fill(past_BK11, 0.0) for x in (k_BNHd, v_BNHd))  # garbage there may be NaN, and 0 * NaN is NaN
-    if kv_len_B is not None or (causal and not is_causal):
+        if not causal:  # all queries see the same keys: a mask of one row, as diffusers' own processors make it
+            empty_BN = (kv_len_B == 0).unsqueeze(1)
+            mask = ((torch.arange(num_keys, device=q_BNHd.device) < kv_len_B.unsqueeze(1)) | empty_BN)[:, None, None]
+    if causal and not is_causal:
         limit_BN = reference.key_limit(num_queries, num_keys, q_BNHd.shape[0], kv_len_B, causal, q_BNHd.device)
         assert limit_BN is not None
         empty_BN = limit_BN == 0
-        # A row that may see nothing sees everything and is zeroed afterwards: not every SDPA kernel has a result or a gradient for such rows.
         mask = ((torch.arange(num_keys, device=q_BNHd.device) < limit_BN.unsqueeze(2)) | empty_BN.unsqueeze(2)).unsqueeze(1)
     query, key, value = (x.permute(0, 2, 1, 3) for x in (q_BNHd, k_BNHd, v_BNHd))
     out = F.scaled_dot_product_attention(

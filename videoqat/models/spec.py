@@ -27,7 +27,11 @@ from videoqat.recipes import AttentionRecipe, recipe_from_dict
 Condition = dict[str, Tensor]
 
 # Family name -> module that holds it as FAMILY.
-FAMILIES: dict[str, str] = {"wan": "videoqat.models.wan", "cogvideox": "videoqat.models.cogvideox"}
+FAMILIES: dict[str, str] = {
+    "wan": "videoqat.models.wan",
+    "cogvideox": "videoqat.models.cogvideox",
+    "hunyuanvideo": "videoqat.models.hunyuan",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class AttentionLayer:
     Attributes:
         name: module path, such as `blocks.3.attn1`.
         index: number of the transformer block it sits in; what `AttentionRecipe.keep_layers` counts.
-        kind: `self` (video tokens only), `joint` (text and video) or `cross` (video to text).
+        kind: `self` (video tokens only), `joint` (text and video), `cross` (video to text) or `refiner` (text only, before the blocks).
         module: the module whose processor is exchanged.
         num_heads, head_dim: of its queries.
     """
@@ -220,7 +224,8 @@ class ModelFamily(Protocol):
         ...
 
 
-def _families() -> list[ModelFamily]:
+def families() -> list[ModelFamily]:
+    """Every family, in the order of `FAMILIES`."""
     return [importlib.import_module(module).FAMILY for module in FAMILIES.values()]
 
 
@@ -231,10 +236,10 @@ def family_of(folder: str | Path) -> ModelFamily:
         CheckpointError: no such folder, not a pipeline's folder, or a pipeline of no family here; the supported ones are named.
     """
     pipeline_class = read_model_json(folder, "model_index.json").get("_class_name")
-    for family in _families():
+    for family in families():
         if pipeline_class in family.pipeline_classes:
             return family
-    supported = ", ".join(name for family in _families() for name in family.pipeline_classes)
+    supported = ", ".join(name for family in families() for name in family.pipeline_classes)
     what = f"{folder} holds a {pipeline_class}, which is not supported{' yet' if 'ImageToVideo' in str(pipeline_class) else ''}"
     raise CheckpointError(f"{what}; supported: {supported}")
 
@@ -245,10 +250,10 @@ def family_of_transformer(transformer: nn.Module) -> ModelFamily:
     Raises:
         CheckpointError: none does; the supported classes are named.
     """
-    for family in _families():
+    for family in families():
         if type(transformer).__name__ in family.transformer_classes:
             return family
-    supported = ", ".join(name for family in _families() for name in family.transformer_classes)
+    supported = ", ".join(name for family in families() for name in family.transformer_classes)
     raise CheckpointError(f"attention of {type(transformer).__name__} is not known; known transformers: {supported}")
 
 

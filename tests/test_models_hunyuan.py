@@ -1,0 +1,319 @@
+"""HunyuanVideo's processors, held against diffusers' own; its quantised gradients against an independent evaluation; its masks; and its sequences
+divided among processes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from diffusers import HunyuanVideoTransformer3DModel
+from helpers.naive_attention import NaiveAttention
+from helpers.ranks import run_ranks
+from torch import Tensor, nn
+
+from videoqat.attention.backends import record_receipts
+from videoqat.config import ParallelConfig
+from videoqat.errors import AttentionError
+from videoqat.models.hunyuan import FAMILY
+from videoqat.models.hunyuan_processor import HunyuanProcessor, RefinerProcessor
+from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
+from videoqat.models.spec import Condition, family_of_transformer
+from videoqat.models.tiny_hunyuan import hunyuan_transformer
+from videoqat.parallel.mesh import open_mesh
+from videoqat.parallel.ulysses import Ulysses
+from videoqat.recipes import RECIPES
+
+Inputs = tuple[Tensor, Tensor, Condition]
+
+
+def make_transformer(seed: int = 0, **changes: Any) -> HunyuanVideoTransformer3DModel:
+    torch.manual_seed(seed)
+    model = hunyuan_transformer(**{"attention_head_dim": 32, "text_embed_dim": 24, "pooled_projection_dim": 12} | changes)
+    for name, parameter in model.named_parameters():
+        if "norm" in name and "linear" not in name:  # norms of exactly 1 and 0 would hide a norm that is left out
+            nn.init.normal_(parameter, mean=1.0, std=0.3)
+        if "norm" in name and "linear" in name:  # gates and shifts that are nearly zero would hide what they gate
+            nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def make_inputs(
+    model: HunyuanVideoTransformer3DModel, dtype: torch.dtype = torch.float32, lengths: tuple[int, ...] = (9, 4), num_text: int = 11, frames: int = 2
+) -> Inputs:
+    """x (B, C, F, 6, 10), t, and a batch of texts of these lengths. A sample is a function of its length and its number."""
+    conditions, xs = [], []
+    for i, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(100 * i + length)
+        x, text, pooled = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((4, frames, 6, 10), (length, 24), (12,)))
+        conditions.append({"text": text, "pooled": pooled})
+        xs.append(x)
+    return torch.stack(xs), torch.tensor([0.0175, 0.8035])[: len(lengths)], FAMILY.batch_conditions(conditions, num_text)
+
+
+def outputs_and_gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
+    model.zero_grad()
+    out = FAMILY.forward(model, *inputs)
+    out.float().square().mean().backward()
+    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def relative(xs: list[Tensor], truths: list[Tensor]) -> list[float]:
+    """Errors in L2, each relative to its truth. Some gradients are nothing but rounding (a bias of all keys alike moves no softmax): none is taken
+    for smaller than 1e-3 of the largest."""
+    floor = 1e-3 * max(float(truth.norm()) for truth in truths[1:])
+    return [float((x - truth).norm()) / max(float(truth.norm()), floor) for x, truth in zip(xs, truths, strict=True)]
+
+
+def in_bf16(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DModel:
+    return model.to(torch.bfloat16)
+
+
+def fused(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DModel:
+    """Module by module: the transformer's own method doesn't reach them, and diffusers' processor goes on with the projections that were there."""
+    for layer in FAMILY.attention_layers(model):
+        layer.module.fuse_projections()
+    return model
+
+
+@pytest.mark.parametrize("convert", [lambda m: m, in_bf16, fused], ids=["fp32", "bf16", "fused"])
+def test_bf16_recipe_is_bitwise_the_stock_processor(convert: Callable) -> None:
+    """Video, and every parameter's gradient."""
+    model = convert(make_transformer(num_layers=2, num_single_layers=2))
+    inputs = make_inputs(model, model.dtype)
+    stock = outputs_and_gradients(model, inputs)
+    assert install(model, "bf16") == []
+    ours = outputs_and_gradients(model, inputs)
+    assert [type(layer.module.processor) for layer in FAMILY.attention_layers(model)] == [RefinerProcessor] * 2 + [HunyuanProcessor] * 4
+    assert len(stock) == len(ours) > 1
+    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+def test_bf16_recipe_is_bitwise_the_stock_processor_under_autocast() -> None:
+    model = make_transformer()
+    inputs = make_inputs(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        stock = outputs_and_gradients(model, inputs)
+        install(model, "bf16")
+        seen: list[torch.dtype] = []
+        observe(model, lambda name, q, k, v: seen.extend((q.dtype, k.dtype, v.dtype)))
+        ours = outputs_and_gradients(model, inputs)
+    assert set(seen) == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+
+
+def test_in_the_blocks_padding_too_is_bitwise_stock() -> None:
+    """In the refiner padding attends to other keys than in diffusers, so there the rows of real tokens alone are the same."""
+    model = make_transformer()
+    inputs = make_inputs(model)
+    states: list[Tensor] = []
+    for path in ("context_embedder", "transformer_blocks.0", "single_transformer_blocks.0"):
+        model.get_submodule(path).register_forward_hook(lambda module, args, out: states.extend([out] if isinstance(out, Tensor) else out))
+    with torch.no_grad():
+        FAMILY.forward(model, *inputs)
+        refined, theirs = states[0], states[1:]
+        states.clear()
+        install(model, "bf16")
+        FAMILY.forward(model, *inputs)
+        real_BL = torch.arange(11) < inputs[2]["text_len"].unsqueeze(1)
+        assert torch.equal(states[0][real_BL], refined[real_BL])
+        assert not torch.equal(states[0], refined)
+        states.clear()
+        model.context_embedder.register_forward_hook(lambda module, args, out: refined)  # from the same text, padding and all
+        FAMILY.forward(model, *inputs)
+    ours = [state for state in states if state is not refined][-4:]
+    assert len(ours) == len(theirs) == 4
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+class Naive(torch.autograd.Function):
+    """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D), under a mask (B, 1, 1, N) of leading keys."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        kv_len = mask[:, 0, 0].sum(dim=1)
+        ctx.naive = NaiveAttention(*(x.detach().transpose(1, 2) for x in (q, k, v)), RECIPES["attn_qat"], kv_len=kv_len)
+        return ctx.naive.forward()[0].transpose(1, 2).float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return *(x.transpose(1, 2).float() for x in ctx.naive.backward(grads[0].transpose(1, 2))), None
+
+
+@pytest.mark.parametrize("refiner_too", [False, True])
+def test_quantised_gradients_are_those_of_an_independent_evaluation(refiner_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the whole model: diffusers' stock processors around an attention of single rows in fp64, which shares nothing with ours."""
+    model = make_transformer(attention_head_dim=16)
+    inputs = make_inputs(model)
+    unquantised = outputs_and_gradients(model, inputs)
+    plain = F.scaled_dot_product_attention
+
+    def naive(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **_: Any) -> Tensor:
+        if attn_mask.shape[2] == 1 or refiner_too:
+            # The refiner's mask, (B, H, L, L), says for its first row which tokens are real.
+            return Naive.apply(query, key, value, attn_mask[:, :1, :1])
+        return plain(query, key, value, attn_mask)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(F, "scaled_dot_product_attention", naive)
+        expected = outputs_and_gradients(model, inputs)
+    kinds = ("joint", "refiner") if refiner_too else ("joint",)
+    quantised = install(model, replace(RECIPES["attn_qat"], attention_kinds=kinds), kernel="torch")
+    assert len(quantised) == 2 + 2 * refiner_too
+    ours = outputs_and_gradients(model, inputs)
+    names = ["out", *(name for name, p in model.named_parameters() if p.grad is not None)]
+    # A code that hangs on the last bits of its input may fall either way; without quantisation everything is further off.
+    errors, plain_errors = relative(ours, expected), relative(unquantised, expected)
+    assert {name: error for name, error in zip(names, errors, strict=True) if error > 2e-3} == {}
+    touched = [error for name, error in zip(names, plain_errors, strict=True) if "blocks.0.attn.to_q.weight" in name]
+    assert len(touched) == 3
+    assert min(touched) > 1e-2
+
+
+# --- text of different lengths
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "attn_qat", "attn_qat_search"])
+def test_samples_of_a_batch_are_what_they_are_alone(recipe: str) -> None:
+    """Two prompts of different length together, each alone with as much padding, and each without any."""
+    model = make_transformer()
+    install(model, recipe)
+    x, t_B, condition = make_inputs(model)
+    with torch.no_grad():
+        together = FAMILY.forward(model, x, t_B, condition)
+        for i, length in enumerate((9, 4)):
+            one = {key: value[i : i + 1] for key, value in condition.items()}
+            padded = FAMILY.forward(model, x[i : i + 1], t_B[i : i + 1], one)
+            bare = FAMILY.forward(model, x[i : i + 1], t_B[i : i + 1], one | {"text": one["text"][:, :length]})
+            for alone in (padded, bare):
+                assert (alone[0] - together[i]).norm() < 2e-6 * together[i].norm()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "attn_qat", "sage3", "sagebwd"])
+def test_padding_has_no_say(recipe: str) -> None:
+    """Whatever stands there, and with recipes, too, that quantise many queries together."""
+    model = make_transformer(attention_head_dim=64)
+    install(model, recipe)
+    x, t_B, condition = make_inputs(model)
+    real_BL1 = (torch.arange(11) < condition["text_len"].unsqueeze(1)).unsqueeze(2)
+    garbage = condition["text"].masked_fill(~real_BL1, 7.0)
+    shorter = condition["text"] * (torch.arange(11) < torch.tensor([[8], [4]])).unsqueeze(2)  # one real token less
+    with torch.no_grad():
+        expected, ours, other = (FAMILY.forward(model, x, t_B, condition | {"text": text}) for text in (condition["text"], garbage, shorter))
+    assert torch.equal(ours, expected)
+    assert (other[0] - expected[0]).norm() > 1e-4 * expected[0].norm()
+    assert torch.equal(other[1], expected[1])
+
+
+def left(mask_BL: Tensor) -> Tensor:
+    return mask_BL.flip(1)
+
+
+def all_but_the_first(mask_BL: Tensor) -> Tensor:
+    return mask_BL & (torch.arange(mask_BL.shape[1]) > 0)
+
+
+def with_a_hole(mask_BL: Tensor) -> Tensor:
+    return mask_BL & (torch.arange(mask_BL.shape[1]) != 2)
+
+
+@pytest.mark.parametrize("wrong", [left, all_but_the_first, with_a_hole])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.int64])
+def test_padding_before_text_is_refused(wrong: Callable[[Tensor], Tensor], dtype: torch.dtype) -> None:
+    model = make_transformer()
+    install(model, "attn_qat")
+    x, t_B, condition = make_inputs(model)
+    good = torch.arange(11) < condition["text_len"].unsqueeze(1)
+    masks = (good.to(dtype), torch.stack([good[0], wrong(good)[1]]).to(dtype))
+    rest = (condition["pooled"], t_B * 1000)
+    with torch.no_grad():
+        model(x, t_B, condition["text"], masks[0], *rest)
+        with pytest.raises(AttentionError, match=r"text mask of sample 1 of 2 has padding before text; legal: text first, .*padding_side=right"):
+            model(x, t_B, condition["text"], masks[1], *rest)
+    uninstall(model)
+    with torch.no_grad():
+        model(x, t_B, condition["text"], masks[1], *rest)  # diffusers takes it, and takes the first tokens for the real ones
+
+
+def test_what_is_no_mask_of_keys_and_16_bit_angles_are_refused() -> None:
+    model = make_transformer()
+    install(model, "bf16")
+    x, text = (torch.zeros(1, n, 64) for n in (4, 2))
+    for block in (model.transformer_blocks[0], model.single_transformer_blocks[0]):
+        for mask in (torch.ones(1, 1, 6, 6).bool(), torch.ones(1, 1, 1, 6)):
+            with pytest.raises(AttentionError, match=r"transformer_blocks.0.attn: the mask is .*legal: \(batch, 1, 1, 6\) of bool"):
+                block.attn(x, encoder_hidden_states=text, attention_mask=mask)
+        with pytest.raises(AttentionError, match=r"rotary tables must be float32, got torch.bfloat16"):
+            block.attn(x, encoder_hidden_states=text, image_rotary_emb=(torch.zeros(4, 32).bfloat16(),) * 2)
+    with pytest.raises(AttentionError, match=r"refiner_blocks.0.attn: the refiner's attention is self-attention"):
+        model.context_embedder.token_refiner.refiner_blocks[0].attn(x, encoder_hidden_states=text)
+
+
+# --- the family's view of a transformer
+
+
+def test_the_blocks_attention_is_quantised_and_the_refiners_when_asked_for() -> None:
+    model = make_transformer(num_layers=2, num_single_layers=1)
+    assert family_of_transformer(model) is FAMILY
+    layers = FAMILY.attention_layers(model)
+    blocks = ["transformer_blocks.0.attn", "transformer_blocks.1.attn", "single_transformer_blocks.0.attn"]
+    refiner = [f"context_embedder.token_refiner.refiner_blocks.{i}.attn" for i in (0, 1)]
+    assert [(x.name, x.index) for x in layers] == list(zip(refiner + blocks, (-2, -1, 0, 1, 2), strict=True))
+    assert {(x.kind, x.num_heads, x.head_dim) for x in layers} == {("refiner", 2, 32), ("joint", 2, 32)}
+    assert all(model.get_submodule(x.name) is x.module for x in layers)
+    assert [x.name for x in install(model, "attn_qat")] == blocks
+    assert FAMILY.blocks(model) == [*model.transformer_blocks, *model.single_transformer_blocks]
+    with record_receipts() as receipts, torch.no_grad():
+        FAMILY.forward(model, *make_inputs(model))
+    assert {receipt.recipe: receipt.calls for receipt in receipts} == {"bf16": 2, "attn_qat": 3}
+    model.fuse_qkv_projections()  # changes nothing in this transformer
+    assert installed_recipe(model) == RECIPES["attn_qat"]
+    assert [x.name for x in install(model, replace(RECIPES["attn_qat"], keep_layers=(0, 2)))] == blocks[1:2]
+    assert [x.name for x in install(model, replace(RECIPES["attn_qat"], attention_kinds=("refiner",)))] == refiner
+    uninstall(model)
+    stock = [type(x.module.processor).__name__ for x in layers]
+    assert stock == ["AttnProcessor2_0"] * 2 + ["HunyuanVideoAttnProcessor2_0"] * 3
+
+
+def test_image_to_video_transformers_can_be_quantised_where_they_stand() -> None:
+    """Their pipelines are not supported; their attention is the same."""
+    for condition_type in ("token_replace", "latent_concat"):
+        model = make_transformer(image_condition_type=condition_type)
+        inputs = make_inputs(model)
+        with torch.no_grad():
+            stock = FAMILY.forward(model, *inputs)
+            install(model, "bf16")
+            assert torch.equal(FAMILY.forward(model, *inputs), stock)
+            assert len(install(model, "attn_qat")) == 2
+            assert not torch.equal(FAMILY.forward(model, *inputs), stock)
+
+
+# --- divided sequences
+
+
+def on_each_rank(degree: int) -> dict[str, float]:
+    """The largest error of any output and gradient, by recipe, of a divided sequence against the whole one."""
+    found = {}
+    with open_mesh(ParallelConfig(sp=degree), torch.device("cpu")) as mesh:
+        for recipe in ("bf16", "attn_qat", "attn_qat_packed"):
+            model = make_transformer(num_attention_heads=4, attention_head_dim=16)
+            inputs = make_inputs(model, frames=3, num_text=13)  # 45 video tokens; text of 9 and 4 tokens in 13
+            install(model, recipe.removesuffix("_packed"))
+            whole = outputs_and_gradients(model, inputs)
+            shard_sequence(model, Ulysses(mesh.sp_group, "packed" if recipe.endswith("packed") else "bf16"))
+            divided = outputs_and_gradients(model, inputs)
+            for gradient in divided[1:]:
+                dist.all_reduce(gradient)
+            found[recipe] = max(relative(divided, whole))
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("degree", [2, 4])
+def test_divided_sequence_is_the_whole_one(degree: int) -> None:
+    """Batch 2 with texts of different lengths; neither the 45 video tokens nor the 13 of text are divisible by the ranks."""
+    for errors in run_ranks(on_each_rank, degree, degree):
+        assert len(errors) == 3
+        assert {key: error for key, error in errors.items() if error > 5e-6} == {}
