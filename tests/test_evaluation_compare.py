@@ -12,9 +12,10 @@ from videoqat.config import CompareConfig, CompareEntry, RuntimeConfig, Sampling
 from videoqat.data.video_io import read_video
 from videoqat.errors import NonFiniteVideo, UserError
 from videoqat.evaluation import compare as compare_module
-from videoqat.evaluation.compare import compare, plan, read_prompts
+from videoqat.evaluation.compare import compare, plan
 from videoqat.evaluation.fidelity import fidelity, flicker
 from videoqat.generation.engine import Engine
+from videoqat.generation.prompts import read_prompts
 
 CPU = RuntimeConfig(device="cpu")
 SAMPLING = SamplingConfig(num_frames=5, height=32, width=32, num_inference_steps=2, max_text_tokens=16)

@@ -22,6 +22,8 @@ class ExampleClipsConfig:
     seed: int = 0
     photos: str = "embedded"  # or the path of a folder with Fashion-MNIST's idx files
     split: str = "train"  # which photos: train or held_out
+    leave_out: list[str] = field(default_factory=list)  # captions of which there shall be no clip
+    workers: int = 1  # processes that draw; how many changes nothing in the clips
 
     def validate(self) -> None:
         check_frames("num_frames", self.num_frames)
@@ -29,6 +31,7 @@ class ExampleClipsConfig:
         require(self.size >= 32 and self.size % 16 == 0, "size", self.size, "a multiple of 16, at least 32")
         require(1 <= self.fps <= 60, "fps", self.fps, "1 to 60")
         choice("split", self.split, ("train", "held_out"))
+        require(self.workers >= 1, "workers", self.workers, "at least 1")
         if self.photos != "embedded":
             existing("photos", self.photos, folder=True)
 
@@ -48,10 +51,10 @@ class ExampleModelConfig:
     seed: int = 0
 
     def validate(self) -> None:
-        choice("family", self.family, ("wan", "cogvideox", "hunyuanvideo"))
+        choice("family", self.family, ("wan", "cogvideox", "hunyuanvideo", "hunyuan15"))
         pair = self.family == "wan" or not self.two_transformers
         require(pair, "two_transformers", self.two_transformers, f"false with family={self.family}: only Wan 2.2 has two")
-        images = self.family in ("wan", "cogvideox") or not self.image_to_video
+        images = self.family != "hunyuanvideo" or not self.image_to_video
         require(images, "image_to_video", self.image_to_video, f"false with family={self.family}")
         timed = not self.expand_timesteps or (self.family == "wan" and not self.two_transformers and not self.image_to_video)
         require(timed, "expand_timesteps", self.expand_timesteps, "false, except with family=wan alone: TI2V is one model for both tasks")
@@ -69,7 +72,8 @@ class PreprocessConfig:
     out: str = MISSING
     buckets: list[str] = field(default_factory=lambda: ["17x64x64"])  # FRAMESxHEIGHTxWIDTH; a clip takes the bucket nearest to its shape
     fps: float = 16.0
-    workers: int = 1
+    workers: int = 1  # threads of each process that read clips
+    batch_size: int = 1  # clips that go through the VAE together: on a GPU, small ones cost the time of the call
     shard_samples: int = 64
     max_text_tokens: int = 0  # to which text is cut and padded; 0: the model's own number
     image_to_video: bool = False  # for a model that can do without (Wan 2.2 TI2V): each clip's first frame is given; others have no choice
@@ -83,8 +87,8 @@ class PreprocessConfig:
         for bucket in self.buckets:
             parse_bucket("buckets", bucket)
         require(0 < self.fps <= 240, "fps", self.fps, "above 0, at most 240")
-        require(self.workers >= 1, "workers", self.workers, "at least 1")
-        require(self.shard_samples >= 1, "shard_samples", self.shard_samples, "at least 1")
+        for key in ("workers", "batch_size", "shard_samples"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.max_text_tokens >= 0, "max_text_tokens", self.max_text_tokens, "0 (the model's own) or more")
 
 
@@ -175,6 +179,42 @@ class CompareConfig:
         for key in ("validation_samples", "validation_timesteps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         for part in (self.sampling, self.objective, self.runtime):
+            part.validate()
+
+
+@dataclass
+class SensitivityConfig:
+    """Where a recipe hurts: each layer's error by itself and at the model's output, on cached clips, and which layers to keep in bf16.
+
+    With one or more of `max_error`, `max_kept` and `min_share` it also writes a recipe that keeps layers accordingly. They can be changed later: the
+    same command again measures nothing anew. 0 is no limit.
+    """
+
+    model: str = model_setting()
+    cache: str = MISSING  # what preprocess wrote with this model: the clips to measure on
+    recipe: str = "attn_qat_search"  # what layers are to compute by; layers that it keeps already stay kept. checkpoint: as in videoqat.json
+    out: str = MISSING  # a folder
+    samples: int = 4  # clips, spread evenly over the cache
+    timesteps: int = 4  # flow times of each, stratified
+    batch_size: int = 4  # times of one clip that run at once: memory and speed, not the result
+    max_error: float = 0.0  # relative L2 error that may remain at the model's output; fewest layers that do it
+    max_kept: int = 0  # layers that may be kept, beside those of the recipe
+    min_share: float = 0.0  # of attention's arithmetic that must be left in the recipe's formats
+    variants: bool = True  # also measure the recipe with Q and K, or P and V, in more bits
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        model_folder("model", self.model)
+        existing("cache", self.cache, folder=True)
+        if self.recipe != "checkpoint":
+            get_recipe(self.recipe)
+        for key in ("samples", "timesteps", "batch_size"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.max_error >= 0, "max_error", self.max_error, "0 (no limit) or more")
+        require(self.max_kept >= 0, "max_kept", self.max_kept, "0 (no limit) or more")
+        require(0 <= self.min_share <= 1, "min_share", self.min_share, "0 (no limit) to 1")
+        for part in (self.objective, self.runtime):
             part.validate()
 
 

@@ -16,9 +16,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from videoqat.config import require
+from videoqat.config import parse_bucket, require
 from videoqat.console import say
 from videoqat.errors import DataError
+from videoqat.models.spec import family_of
 
 INDEX = "index.json"
 INDEX_FORMAT = 2
@@ -101,6 +102,23 @@ class CachedVideos:
             return {part: self._open[shard].get_tensor(f"{key}.{part}") for part in self._parts[shard].get(key, ["latents"])}
         except (OSError, SafetensorError) as error:
             raise DataError(f"shard {str(self.folder / shard)!r} can't be read: {error}") from error
+
+
+def check_images(cache: CachedVideos, model: str | Path, key: str = "cache") -> None:
+    """Requires that samples of `cache` hold what `model` is told of their first frames, and nothing that it isn't; one of each bucket is read.
+
+    Raises:
+        DataError: they don't; `key` names the cache.
+    """
+    family = family_of(model)
+    for bucket, index in {sample.bucket: index for index, sample in enumerate(cache.samples)}.items():
+        size = parse_bucket("bucket", bucket)
+        expected = family.condition_shapes(model, size, cache.settings["max_text_tokens"], image=cache.settings.get("image_to_video", False))
+        sample = {part: tuple(tensor.shape) for part, tensor in cache.load(index).items()}
+        holds, needs = ({part: shape for part, shape in parts.items() if part.startswith("image_")} for parts in (sample, expected))
+        if holds != needs:
+            found = f"of its first frame sample {cache.samples[index].id} holds {holds or 'nothing'}, and the model is told {needs or 'nothing'}"
+            raise DataError(f"{key}={str(cache.folder)!r} does not fit {model}: {found}; run preprocess with this model")
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

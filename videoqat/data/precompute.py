@@ -5,11 +5,12 @@ A cache folder holds `index.json` (settings, geometry and the list of samples; w
 settings and the encoders' files. So a second run makes only what is new or changed, leaves out what has vanished, and goes on where a killed one
 stopped; touching a file changes nothing. Until the new index is in place, the old one and its shards stay valid.
 
-Clips are hashed and decoded in `workers` threads (decoders let go of Python's lock); the encoders run in the main thread, one clip at a time,
-so that a sample doesn't depend on its neighbours. At most workers + 1 decoded clips wait at any time.
+Clips are hashed and decoded in `workers` threads (decoders let go of Python's lock); the encoders run in the main thread, `batch_size` clips of one
+bucket at a time, each by itself as far as the arithmetic goes. At most workers + 1 decoded clips wait at any time, and batch_size of each bucket.
 
-Under torchrun each process takes every world-size-th clip, with an encoder on its own device, and writes shards of its own. When all are done, the
-first one writes index and report. A sample is the same whoever made it, so the number of processes may change from one run to the next.
+Under torchrun each process takes every world-size-th clip, with an encoder on its own device (there may be more processes than GPUs), and writes
+shards of its own. When all are done, the first one writes index and report. A sample is the same whoever made it, so the number of processes may
+change from one run to the next.
 """
 
 import collections
@@ -27,16 +28,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from videoqat.config import ParallelConfig, PreprocessConfig, parse_bucket, to_dict
+from videoqat.config import ParallelConfig, PreprocessConfig, parse_bucket, require, to_dict
 from videoqat.console import progress, say
 from videoqat.data.clips import SUFFIXES, ClipEntry, ClipProblem, decode_to_bucket, find_clips, reason
 from videoqat.data.dataset import INDEX, INDEX_FORMAT
 from videoqat.data.shards import ShardStore, all_finite
 from videoqat.errors import CheckpointError, DataError
 from videoqat.files import write_json
+from videoqat.models.hub import origin
 from videoqat.models.spec import Condition, Geometry, ModelFamily, family_of, read_model_json
 from videoqat.parallel.folder import check_ours, sole_user
-from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
+from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh, shared_device
 from videoqat.provenance import provenance
 
 MARK = ".videoqat-cache"  # says that the folder is ours to change, and is what its lock hangs on
@@ -99,6 +101,18 @@ def _checked_geometry(config: PreprocessConfig) -> tuple[ModelFamily, Geometry, 
     return family, geometry, buckets
 
 
+def _gives_images(config: PreprocessConfig, family: ModelFamily) -> bool:
+    """Whether samples hold what the model is told of their first frames.
+
+    Raises:
+        ConfigError: it is asked for, and the model takes none.
+    """
+    takes = family.takes_image(config.model.path)
+    legal = f"false for {config.model.path}, which makes videos from text alone"
+    require(takes != "no" or not config.image_to_video, "image_to_video", config.image_to_video, legal)
+    return takes == "required" or config.image_to_video
+
+
 def _describe_buckets(geometry: Geometry, buckets: dict[str, tuple[int, int, int]]) -> dict[str, dict[str, Any]]:
     return {name: {"latent_shape": list(geometry.latent_shape(*size)), "tokens": geometry.num_tokens(*size)} for name, size in buckets.items()}
 
@@ -123,7 +137,7 @@ def _nothing_usable(source: str, skipped: list[ClipEntry]) -> DataError:
 def plan(config: PreprocessConfig) -> dict[str, Any]:
     """What `preprocess` would do, as far as can be said without decoding a clip or loading a weight.
 
-    Returns {"clips", "with_caption", "skipped": {reason: count}, "buckets": {name: {"latent_shape", "tokens"}}, "geometry"}.
+    Returns {"clips", "with_caption", "skipped": {reason: count}, "buckets": {name: {"latent_shape", "tokens"}}, "geometry", "image_to_video"}.
 
     Raises:
         UserError: settings that can't be used, or no clip that might be.
@@ -131,6 +145,7 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
     config.validate()
     family, geometry, buckets = _checked_geometry(config)
     family.text_tokens(config.model.path, config.max_text_tokens)
+    gives_images = _gives_images(config, family)
     check_ours(Path(config.out), MARK, "preprocess")
     entries = find_clips(config.source)
     skipped = [entry for entry in entries if entry.problem]
@@ -142,6 +157,7 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
         "skipped": _counts(entry.problem or "" for entry in skipped),
         "buckets": _describe_buckets(geometry, buckets),
         "geometry": dataclasses.asdict(geometry),
+        "image_to_video": gives_images,
     }
 
 
@@ -168,15 +184,18 @@ def preprocess(config: PreprocessConfig) -> dict[str, Any]:
         "buckets": list(buckets),
         "fps": config.fps,
         "max_text_tokens": family.text_tokens(config.model.path, config.max_text_tokens),
+        "image_to_video": _gives_images(config, family),
         "dtype": str(dtype).removeprefix("torch."),
         "encoder_fingerprint": encoder_fingerprint(config.model.path),
         "format": INDEX_FORMAT,
     }
     settings["settings_key"] = _digest(settings)
     patient = ParallelConfig(start_timeout_s=LONGEST_WAIT_S)
-    with open_mesh(patient, device) as mesh, collective_errors("preprocess"), sole_user(out, MARK, "preprocess", mesh):
+    # The processes only tell each other what they made, on the host. So they may share a GPU: decoding clips keeps many cores busy.
+    device = shared_device(device)
+    with open_mesh(patient, torch.device("cpu")) as mesh, collective_errors("preprocess"), sole_user(out, MARK, "preprocess", mesh):
         mesh.agree({"settings": settings, "clips": [(entry.id, entry.caption) for entry in entries]})
-        encode = _Encoder(config.model.path, settings["max_text_tokens"], family, geometry, mesh.device, dtype)
+        encode = _Encoder(config.model.path, settings, family, geometry, device, dtype)
         mine = _make_samples(config, buckets, settings["settings_key"], entries, encode, mesh)
         parts = mesh.gather_objects(mine)
         return mesh.on_rank_zero(lambda: _merge(config, geometry, buckets, settings, entries, parts))
@@ -208,23 +227,37 @@ def _make_samples(
     share = [place for place, entry in enumerate(entries) if not entry.problem][mesh.rank :: mesh.world_size]
     prepare = functools.partial(_prepare, config=config, buckets=buckets, settings_key=settings_key, store=store)
     shared = f" (1 of {mesh.world_size} shares)" if mesh.world_size > 1 else ""
+    waiting: dict[str, dict[str, _Prepared]] = {bucket: {} for bucket in buckets}  # by key
+    broken = set()  # keys
+
+    def encode_waiting(bucket: str) -> None:
+        clips = [(key, prepared.entry.caption, prepared.frames) for key, prepared in waiting[bucket].items() if prepared.frames is not None]
+        for (key, caption, frames), latents in zip(clips, encode.video([frames for *_, frames in clips]), strict=True):
+            tensors = {"latents": latents, **encode.prompt(caption), **encode.image(frames)}
+            if all_finite(tensors):
+                store.add(key, bucket, tensors)
+                made.encoded += 1
+            else:
+                broken.add(key)
+        waiting[bucket].clear()
+
     with progress(total=len(share), desc=f"encoding clips{shared}", unit="clip") as bar:
         for place, prepared in zip(share, _map_in_order(prepare, [entries[place] for place in share], config.workers), strict=True):
             bar.update()
-            problem = prepared.problem
-            if not problem and prepared.key not in store.bucket_of:
-                assert prepared.frames is not None
-                tensors = {"latents": encode.video(prepared.frames), **encode.prompt(prepared.entry.caption)}
-                if all_finite(tensors):
-                    store.add(prepared.key, prepared.bucket, tensors)
-                    made.encoded += 1
-                else:
-                    problem = f"not finite: the encoders gave NaN or inf in {str(encode.dtype).removeprefix('torch.')}"
-            if problem:
-                made.problems[place] = problem
-            else:
-                made.keys[place] = prepared.key
+            if prepared.problem:
+                made.problems[place] = prepared.problem
+                continue
+            made.keys[place] = prepared.key
+            if prepared.key not in store.bucket_of:
+                waiting[prepared.bucket][prepared.key] = prepared
+                if len(waiting[prepared.bucket]) == config.batch_size:
+                    encode_waiting(prepared.bucket)
+        for bucket in buckets:
+            encode_waiting(bucket)
     store.flush()
+    for place in [place for place, key in made.keys.items() if key in broken]:
+        del made.keys[place]
+        made.problems[place] = f"not finite: the encoders gave NaN or inf in {str(encode.dtype).removeprefix('torch.')}"
     return made
 
 
@@ -321,8 +354,10 @@ def _map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int) 
 class _Encoder:
     """VAE and text encoder, loaded when the first clip needs them: a run that finds everything in the cache loads nothing."""
 
-    def __init__(self, folder: str, max_text_tokens: int, family: ModelFamily, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
-        self.folder, self.max_text_tokens = folder, max_text_tokens
+    def __init__(
+        self, folder: str, settings: dict[str, Any], family: ModelFamily, geometry: Geometry, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.folder, self.max_text_tokens, self.gives_images = folder, settings["max_text_tokens"], settings["image_to_video"]
         self.family, self.geometry, self.device, self.dtype = family, geometry, device, dtype
         self.cut_captions: set[str] = set()
         self._prompt = functools.lru_cache(maxsize=1024)(self._encode_prompt)  # captions repeat
@@ -331,14 +366,23 @@ class _Encoder:
     def encoders(self) -> Any:
         return self.family.load_encoders(self.folder, device=self.device, dtype=self.dtype)
 
-    def video(self, frames: np.ndarray) -> torch.Tensor:
-        """Latents (C, F, H, W) float32 on the CPU of frames (F, H, W, 3) uint8."""
-        video_BCFHW = torch.from_numpy(frames).to(self.device).permute(3, 0, 1, 2)[None].float() / 127.5 - 1
-        latents = self.family.encode_video(self.encoders, video_BCFHW)[0].float().cpu()
-        expected = self.geometry.latent_shape(*frames.shape[:3])
-        if tuple(latents.shape) != expected:
-            raise CheckpointError(f"{self.folder}: the VAE gives latents {tuple(latents.shape)} where the configuration says {expected}")
-        return latents
+    def video(self, clips: list[np.ndarray]) -> list[torch.Tensor]:
+        """Latents (C, F, H, W) float32 on the CPU of each of `clips`, frames (F, H, W, 3) uint8 of one shape."""
+        if not clips:
+            return []
+        video_BCFHW = torch.from_numpy(np.stack(clips)).to(self.device).permute(0, 4, 1, 2, 3).float() / 127.5 - 1
+        latents_BCFHW = self.family.encode_video(self.encoders, video_BCFHW).float().cpu()
+        expected = self.geometry.latent_shape(*clips[0].shape[:3])
+        if tuple(latents_BCFHW.shape[1:]) != expected:
+            raise CheckpointError(f"{self.folder}: the VAE gives latents {tuple(latents_BCFHW.shape[1:])} where the configuration says {expected}")
+        return list(latents_BCFHW)
+
+    def image(self, frames: np.ndarray) -> Condition:
+        """What depends on the first of frames (F, H, W, 3) uint8 in a sample's condition, on the CPU; empty where none is given."""
+        if not self.gives_images:
+            return {}
+        image_BCHW = torch.from_numpy(frames[:1]).to(self.device).permute(0, 3, 1, 2).float() / 127.5 - 1
+        return {part: tensor.cpu() for part, tensor in self.family.encode_image(self.encoders, image_BCHW, len(frames))[0].items()}
 
     def prompt(self, caption: str) -> Condition:
         """What depends on the caption in a sample's condition, on the CPU, in the encoder's dtype."""
@@ -359,6 +403,7 @@ def _write_report(out: Path, config: PreprocessConfig, entries: list[ClipEntry],
         "skipped": _counts(entry.problem or "" for entry in skipped),
         "skipped_clips": [{"id": entry.id, "problem": entry.problem} for entry in skipped],
         "config": to_dict(config),
+        "model": origin(config.model.path),
         "provenance": provenance(device),
     }
     write_json(out / "report.json", report)

@@ -37,7 +37,7 @@ def write_cache(out: Path, model: Path, bucket: tuple[int, int, int], samples: i
     def condition() -> dict[str, torch.Tensor]:
         return {part: torch.randn(shape, generator=generator).to(torch.bfloat16) for part, shape in shapes.items()}
 
-    store.add("null", "", {part: tensor for part, tensor in condition().items() if not part.startswith("image")})
+    store.add("null", "", {part: tensor for part, tensor in condition().items() if not part.startswith("image_")})
     entries: list[dict[str, Any]] = []
     for i in range(samples):
         key = f"noise{i}"

@@ -29,14 +29,15 @@ from videoqat.config import CompareConfig, CompareEntry, ParallelConfig, to_dict
 from videoqat.console import progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.data.video_io import write_video
-from videoqat.errors import UserError
 from videoqat.evaluation import fidelity
 from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
+from videoqat.evaluation.resume import check_out
 from videoqat.files import atomic_path, file_stats, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling, choose_recipe
-from videoqat.generation.prompts import read_prompts
+from videoqat.generation.images import check_image, read_image
+from videoqat.generation.prompts import read_prompts_with_images
 from videoqat.models.hub import origin
 from videoqat.models.spec import family_of
 from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
@@ -71,13 +72,14 @@ class Task:
         return f"prompt{self.prompt:03d}-seed{self.seed}"
 
 
-def _settings(config: CompareConfig, prompts: list[str]) -> dict[str, Any]:
-    """Everything that results depend on, as JSON gives it back. Of the prompts the content counts, not where their file lies."""
+def _settings(config: CompareConfig, prompts: list[tuple[str, str]]) -> dict[str, Any]:
+    """Everything that results depend on, as JSON gives it back. Of prompts and images the content counts, not where their files lie."""
     device, dtype = config.runtime.resolve()
     folders = sorted({entry.model for entry in config.entries} | ({config.validation_cache} if config.validation_cache else set()))
     settings = {
         **{key: value for key, value in to_dict(config).items() if key not in ("out", "prompts")},
-        "prompts": prompts,
+        "prompts": [prompt for prompt, _ in prompts],
+        "images": [read_image(image)[1] if image else "" for _, image in prompts],
         "recipes": {entry.recipe: get_recipe(entry.recipe).to_dict() for entry in config.entries},
         "files": {folder: file_stats(folder) for folder in folders},
         "device": device_name(str(device)),
@@ -86,33 +88,6 @@ def _settings(config: CompareConfig, prompts: list[str]) -> dict[str, Any]:
     }
     loaded: dict[str, Any] = json.loads(json.dumps(settings))
     return loaded
-
-
-def _first_difference(old: Any, new: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """(dotted key, old value, new value) of the first place where two JSON values differ."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        pairs = [(f"{key}.{k}" if key else k, old.get(k), new.get(k)) for k in [*new, *(k for k in old if k not in new)]]
-    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        pairs = [(f"{key}[{i}]", a, b) for i, (a, b) in enumerate(zip(old, new, strict=True))]
-    else:
-        return None if old == new else (key, old, new)
-    return next((found for found in (_first_difference(a, b, k) for k, a, b in pairs) if found), None)
-
-
-def _check_out(out: Path, settings: dict[str, Any]) -> None:
-    """Requires `out` to be new, empty, or an earlier comparison of the same settings."""
-    if not out.exists():
-        return
-    if not out.is_dir():
-        raise UserError(f"out={str(out)!r} is a file; legal: a new folder, or that of an earlier comparison with the same settings")
-    record = out / "settings.json"
-    if record.is_file():
-        difference = _first_difference(json.loads(record.read_text()), settings)
-        if difference:
-            key, old, new = difference
-            raise UserError(f"out={str(out)!r} holds a comparison with {key}={old!r}, not {new!r}; choose another out")
-    elif any(out.iterdir()):
-        raise UserError(f"out={str(out)!r} is not empty and holds no comparison; choose another out")
 
 
 def plan(config: CompareConfig) -> dict[str, Any]:
@@ -125,11 +100,13 @@ def plan(config: CompareConfig) -> dict[str, Any]:
         UserError: whatever `compare` would refuse before it loads a model.
     """
     config.validate()
-    prompts = read_prompts(config.prompts)
+    prompts = read_prompts_with_images(config.prompts)
     device, dtype = config.runtime.resolve()
     entries = []
     for entry in config.entries:
         size = check_sampling(entry.model, config.sampling)
+        for prompt, image in prompts:
+            check_image(entry.model, image, f"prompts={config.prompts!r}, {prompt!r}: image")
         recipe, warnings = choose_recipe(entry.model, entry.recipe)
         check_recipe(entry.model, recipe, config.sampling)
         kernel = config.runtime.kernel if recipe.is_quantised else "auto"
@@ -141,9 +118,10 @@ def plan(config: CompareConfig) -> dict[str, Any]:
         validation.check_cache(config.validation_cache, [entry.model for entry in config.entries])
         for entry in config.entries:
             resolve_objective(config.objective, family_of(entry.model).noise_schedule(entry.model))
-    _check_out(Path(config.out), _settings(config, prompts))
+    check_out(Path(config.out), _settings(config, prompts), "comparison")
     videos = (len(config.entries) + 1) * len(prompts) * len(config.seeds)
-    return {"entries": entries, "prompts": prompts, "seeds": list(config.seeds), "videos": videos, "device": str(device), "dtype": str(dtype)}
+    said = [prompt for prompt, _ in prompts]
+    return {"entries": entries, "prompts": said, "seeds": list(config.seeds), "videos": videos, "device": str(device), "dtype": str(dtype)}
 
 
 class Comparison:
@@ -153,8 +131,10 @@ class Comparison:
         self.config = config
         self.mesh = mesh
         self.out = Path(config.out)
-        self.prompts = read_prompts(config.prompts)
-        self.settings = _settings(config, self.prompts)
+        prompts = read_prompts_with_images(config.prompts)
+        self.settings = _settings(config, prompts)
+        self.prompts = [prompt for prompt, _ in prompts]
+        self.images = [read_image(image)[0] if image else None for _, image in prompts]
         self.cache = CachedVideos(config.validation_cache) if config.validation_cache else None
         first = config.entries[0].model
         self._schedule = family_of(first).noise_schedule(first)  # the times of every entry's losses: they are paired
@@ -239,8 +219,8 @@ class Comparison:
                 write_json(self._layers(index), errors)
         for task in tasks:
             self.bar.set_description(f"{entry.name}: prompt {task.prompt + 1} of {len(self.prompts)}, seed {task.seed}")
-            prompt, sampling = self.prompts[task.prompt], self.config.sampling
-            result = engine.generate(prompt, task.seed, sampling, entry.recipe, on_step=lambda *_: self.bar.update())
+            prompt, image, sampling = self.prompts[task.prompt], self.images[task.prompt], self.config.sampling
+            result = engine.generate(prompt, task.seed, sampling, entry.recipe, image=image, on_step=lambda *_: self.bar.update())
             self._keep(task, result)
 
     def _measure_losses(self, engine: Engine, index: int) -> None:
@@ -268,7 +248,7 @@ class Comparison:
         steps = max(WARM_UP_STEPS, errors.recipe.keep_first_steps + errors.recipe.keep_last_steps + 1)  # at least one that is quantised
         sampling = dataclasses.replace(self.config.sampling, num_inference_steps=steps)
         with errors.watching():
-            engine.generate(self.prompts[0], self.config.seeds[0], sampling, errors.recipe)
+            engine.generate(self.prompts[0], self.config.seeds[0], sampling, errors.recipe, image=self.images[0])
         return errors.means()
 
     def _keep(self, task: Task, result: VideoResult) -> None:
@@ -283,6 +263,7 @@ class Comparison:
         record = {
             "entry": self.config.entries[task.entry].name,
             "prompt": self.prompts[task.prompt],
+            "image_sha256": self.settings["images"][task.prompt],
             "seed": task.seed,
             "repeat": task.repeat,
             "file": str(self.video(task).relative_to(self.out)),

@@ -137,7 +137,15 @@ def _one(config: GenerateConfig, video: Video) -> GenerateConfig:
     """The configuration that makes `video` alone."""
     path = str(Path(config.out) / f"{video.name}.mp4")
     return dataclasses.replace(
-        config, prompt=video.prompt, prompts="", samples_per_prompt=1, seed=video.seed, out=path, overwrite=False, sampling=video.sampling
+        config,
+        prompt=video.prompt,
+        prompts="",
+        image=video.image,
+        samples_per_prompt=1,
+        seed=video.seed,
+        out=path,
+        overwrite=False,
+        sampling=video.sampling,
     )
 
 
@@ -162,12 +170,15 @@ def _is_finished(config: GenerateConfig, video: Video, common: dict[str, Any]) -
     if not sidecar.is_file():
         return False
     sampling = to_dict(video.sampling) | {"max_text_tokens": text_tokens(config.model, video.sampling)}
-    wanted: dict[str, Any] = json.loads(json.dumps({**common, "prompt": video.prompt, "seed": video.seed, "sampling": sampling}))
+    own = {"prompt": video.prompt, "seed": video.seed, "image_sha256": video.image_sha256, "sampling": sampling}
+    wanted: dict[str, Any] = json.loads(json.dumps({**common, **own}))
     try:
         record = json.loads(sidecar.read_text(encoding="utf-8"))
         made = record["config"]
         there = {key: record[key] for key in common} | {"prompt": made["prompt"], "seed": made["seed"]}
-        there["sampling"] = made["sampling"] | {"max_text_tokens": record["max_text_tokens"]}
+        # Records of earlier versions lack what there was no choice of.
+        there["image_sha256"] = record.get("image_sha256", "")
+        there["sampling"] = {"guidance_scale_2": 0.0} | made["sampling"] | {"max_text_tokens": record["max_text_tokens"]}
         sha256 = record["video_sha256"]
     except (ValueError, KeyError, TypeError) as error:
         if config.overwrite:

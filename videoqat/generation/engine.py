@@ -6,7 +6,7 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 """
 
 import contextlib
-import time
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 
 from videoqat.attention.backends import record_receipts
 from videoqat.config import RuntimeConfig, SamplingConfig, require
 from videoqat.console import say
-from videoqat.errors import CheckpointError, NonFiniteVideo
-from videoqat.models.install import install, installed_recipe
-from videoqat.models.spec import Condition, family_of, read_model_json, read_recipe
+from videoqat.errors import CheckpointError, GenerationCancelled, NonFiniteVideo
+from videoqat.generation.images import check_taken, stretched
+from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory
+from videoqat.models.install import check_policy, install, installed_recipe, stepping
+from videoqat.models.spec import AttentionLayer, Condition, family_of, read_model_json, read_recipe
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 
@@ -31,11 +34,14 @@ class VideoResult:
 
     Attributes:
         frames: uint8 (frames, height, width, 3).
-        timings: seconds. `text_s`: prompts to embeddings; `steps_s`: each denoising step (the first includes drawing the noise);
-            `denoise_s`: their sum; `vae_s`: latents to pixels; `total_s`: from prompt to uint8 frames on the host.
-        receipts: which attention kernels ran, and whether natively or emulated (`attention.backends.Receipt.to_dict`).
+        timings: seconds, on a GPU by its own events. `text_s`: prompts to embeddings; `image_s`: a first frame to latents and
+            embedding; `steps_s`: each denoising step (the first includes drawing the noise); `denoise_s`: their sum; `vae_s`: latents to pixels;
+            `total_s`: from prompt to uint8 frames on the host.
+        receipts: which attention kernels ran, and whether natively or emulated (`attention.backends.Receipt.to_dict`), with the calls of each recipe:
+            layers and steps that the recipe keeps count as calls of `bf16`.
         recipe: what was installed.
         warnings: what a person should know before trusting this video; empty if nothing.
+        peak_memory_bytes: see `meter.peak_memory`; None where the system doesn't tell, or the pipeline is in training.
     """
 
     frames: NDArray[np.uint8]
@@ -43,6 +49,7 @@ class VideoResult:
     receipts: list[dict[str, Any]]
     recipe: AttentionRecipe
     warnings: list[str]
+    peak_memory_bytes: int | None = None
 
 
 def choose_recipe(folder: str | Path, recipe: str | AttentionRecipe) -> tuple[AttentionRecipe, list[str]]:
@@ -69,7 +76,7 @@ def check_sampling(folder: str | Path, sampling: SamplingConfig) -> dict[str, An
         `family`, `latent_shape` (C, F, H, W), `num_tokens` (video tokens in the transformer), `head_dim`.
 
     Raises:
-        ConfigError: a size that the VAE and the patching can't take (legal neighbours are named), a number of text tokens, a flow shift or dynamic
+        ConfigError: a size that the VAE and the patching can't take (legal neighbours are named), a number of text tokens, a flow shift or a
             guidance that this model doesn't know.
     """
     family = family_of(folder)
@@ -83,6 +90,8 @@ def check_sampling(folder: str | Path, sampling: SamplingConfig) -> dict[str, An
     require(own, "sampling.flow_shift", sampling.flow_shift, f"0 for {folder}, whose noise schedule ({schedule.name}) takes no flow shift")
     dynamic = family.has_dynamic_guidance or not sampling.dynamic_guidance
     require(dynamic, "sampling.dynamic_guidance", sampling.dynamic_guidance, f"false for {folder}: pipelines of {family.name} have none")
+    second = len(geometries) == 2 or not sampling.guidance_scale_2
+    require(second, "sampling.guidance_scale_2", sampling.guidance_scale_2, f"0 for {folder}, which has one transformer for all noise")
     first = geometries[0]
     return {
         "family": family.name,
@@ -90,6 +99,16 @@ def check_sampling(folder: str | Path, sampling: SamplingConfig) -> dict[str, An
         "num_tokens": first.num_tokens(*size),
         "head_dim": first.head_dim,
     }
+
+
+def check_recipe(folder: str | Path, recipe: AttentionRecipe, sampling: SamplingConfig) -> None:
+    """Requires that the model in `folder`, sampled so, has every transformer, layer and denoising step that `recipe` keeps in bf16.
+
+    Raises:
+        ConfigError: it lacks one.
+    """
+    check_policy(recipe, folder)
+    recipe.check_steps(sampling.num_inference_steps)
 
 
 def text_tokens(folder: str | Path, sampling: SamplingConfig) -> int:
@@ -137,14 +156,14 @@ def doubts_about(frames_FHWC: NDArray[np.uint8]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _watched(owner: Any, method: str, after: Callable[[float, float, Any], None], clock: Callable[[], float]) -> Iterator[None]:
+def _watched(owner: Any, method: str, after: Callable[[Mark, Mark, Any], None], mark: Callable[[], Mark]) -> Iterator[None]:
     """While open, every `owner.method(...)` is followed by `after(start, end, result)`; the result itself passes unchanged."""
     original = getattr(owner, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        start = clock()
+        start = mark()
         result = original(*args, **kwargs)
-        after(start, clock(), result)
+        after(start, mark(), result)
         return result
 
     setattr(owner, method, call)
@@ -185,17 +204,26 @@ class Engine:
         Returns:
             Component -> names of the layers that the recipe quantises.
         """
-        quantised = {}
         for name, transformer in self.transformers.items():
             if installed_recipe(transformer) != recipe:
-                install(transformer, recipe, kernel=self.runtime.kernel, family=self.family)
-            quantised[name] = [layer.name for layer in self.family.attention_layers(transformer) if recipe.covers(layer.kind, layer.index)]
-        return quantised
+                install(transformer, recipe, kernel=self.runtime.kernel, family=self.family, component=name)
+        return {name: [layer.name for layer in layers] for name, layers in self._quantised(recipe).items()}
 
-    def _clock(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+    def _quantised(self, recipe: AttentionRecipe) -> dict[str, list[AttentionLayer]]:
+        layers = {name: self.family.attention_layers(transformer) for name, transformer in self.transformers.items()}
+        return {name: [layer for layer in found if recipe.covers(layer.kind, layer.index, name)] for name, found in layers.items()}
+
+    def warm_up(self, sampling: SamplingConfig, recipes: list[str]) -> None:
+        """A whole video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
+
+        def enough(*_: int) -> None:
+            raise GenerationCancelled
+
+        image = Image.new("RGB", (sampling.width, sampling.height)) if self.family.takes_image(self.folder) == "required" else None
+        self.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16", image=image)
+        for recipe in recipes:
+            with contextlib.suppress(GenerationCancelled):
+                self.generate("warm-up", 0, sampling, recipe, image=image, on_step=enough)
 
     def _warn(self, warning: str) -> None:
         if warning not in self._said:
@@ -218,6 +246,7 @@ class Engine:
         sampling: SamplingConfig,
         recipe: str | AttentionRecipe,
         *,
+        image: Image.Image | None = None,
         on_step: Callable[[int, int], None] | None = None,
         condition: tuple[Condition, Condition] | None = None,
         agree: Callable[[bool], bool] = bool,
@@ -229,72 +258,92 @@ class Engine:
             seed: of the initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
             sampling: size, steps, guidance, flow shift.
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
-            on_step: called with (steps done, steps in all) after each denoising step; what it raises ends the call.
+            image: the first frame, for a model that takes one, of any size: the pipeline stretches it.
+            on_step: called with (steps done, steps in all) after each denoising step. What it raises, such as `GenerationCancelled`, ends the call,
+                and the device is free.
             condition: what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline has no text encoder;
                 on its device.
             agree: whether something is so on any of the ranks that render at the same time with the same sharded weights: `NonFiniteVideo` must end
                 the call on all of them.
 
         Raises:
-            ConfigError: sizes the model can't do, or an unknown recipe.
+            ConfigError: sizes the model can't do, an image that it doesn't take or lacks, an unknown recipe, or one that keeps layers or steps that
+                there aren't.
             AttentionError: the recipe can't run on this device, or not with the kernel asked for.
             NonFiniteVideo: NaN or inf in latents or pixels.
         """
         check_sampling(self.folder, sampling)
+        check_taken(self.folder, image is not None)
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
         if condition is None:
             negative = {"negative prompt": sampling.negative_prompt} if sampling.guidance_scale > 1 else {}
             warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
+        check_recipe(self.folder, chosen, sampling)
+        warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
         for warning in warnings:
             self._warn(warning)
         self.install(chosen)
         # A scheduler keeps state between steps, so each video gets one of its own.
         self.pipeline.scheduler = with_flow_shift(self._scheduler, sampling.flow_shift)
+        pipeline = self.pipeline if image is None else self.family.image_pipeline(self.pipeline)
+        pipeline.set_progress_bar_config(disable=True)
 
-        text_s, vae_s = 0.0, 0.0
-        steps_s: list[float] = []
+        watch = Stopwatch(self.device)
+        spans: dict[str, list[tuple[Mark, Mark]]] = {"text": [], "image": [], "step": [], "vae": []}
+        if self.has_folders_weights:
+            reset_peak_memory(self.device)
         where = f"{self.folder} with recipe {chosen.name}, prompt {prompt!r}, seed {seed}"
-        step_start = started = self._clock()
+        step_start = started = watch.mark()
 
-        def after_text(start: float, end: float, _: Any) -> None:
-            nonlocal text_s, step_start
-            text_s += end - start
+        def after_text(start: Mark, end: Mark, _: Any) -> None:
+            nonlocal step_start
+            spans["text"].append((start, end))
+            step_start = end
+
+        def after_image(_: Mark, end: Mark, __: Any) -> None:
+            nonlocal step_start
+            spans["image"].append((step_start, end))
             step_start = end
 
         def after_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal step_start
-            steps_s.append(self._clock() - step_start)
+            spans["step"].append((step_start, watch.mark()))
             if agree(not torch.isfinite(tensors["latents"]).all()):
                 raise NonFiniteVideo(f"latents became NaN or inf in denoising step {step + 1} of {sampling.num_inference_steps}: {where}")
             if on_step is not None:
                 on_step(step + 1, sampling.num_inference_steps)
-            step_start = self._clock()
+            begin_step((step + 1) // self.pipeline.scheduler.order)  # a second-order scheduler goes through the loop twice for one step
+            step_start = watch.mark()
             return {}
 
-        def after_decode(start: float, end: float, decoded: Any) -> None:
-            nonlocal vae_s
-            vae_s += end - start
+        def after_decode(start: Mark, end: Mark, decoded: Any) -> None:
+            spans["vae"].append((start, end))
             pixels = decoded[0] if isinstance(decoded, tuple) else decoded.sample
             if agree(not torch.isfinite(pixels).all()):
                 raise NonFiniteVideo(f"the VAE decoded finite latents to NaN or inf: {where}")
 
         with (
             record_receipts() as receipts,
-            _watched(self.pipeline, "encode_prompt", after_text, self._clock),
-            _watched(self.pipeline.vae, "decode", after_decode, self._clock),
+            stepping([layer for layers in self._quantised(chosen).values() for layer in layers], chosen, sampling.num_inference_steps) as begin_step,
+            _watched(pipeline, "encode_prompt", after_text, watch.mark),
+            _watched(pipeline.vae, "encode", after_image, watch.mark),
+            _watched(pipeline.vae, "decode", after_decode, watch.mark),
         ):
             if condition is None:
                 text: dict[str, Any] = {"prompt": prompt, "negative_prompt": sampling.negative_prompt}
             else:
                 text = self.family.prompt_arguments(*condition)
-            output = self.pipeline(
+            begin_step(0)
+            output = pipeline(
                 **text,
+                **({} if image is None else {"image": image}),
                 height=sampling.height,
                 width=sampling.width,
                 num_frames=sampling.num_frames,
                 num_inference_steps=sampling.num_inference_steps,
                 guidance_scale=sampling.guidance_scale,
+                **({"guidance_scale_2": sampling.guidance_scale_2} if sampling.guidance_scale_2 else {}),
                 generator=torch.Generator("cpu").manual_seed(seed),
                 callback_on_step_end=after_step,
                 max_sequence_length=num_text_tokens,
@@ -302,8 +351,18 @@ class Engine:
                 output_type="np",
             )
         frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
-        timings = {"text_s": text_s, "denoise_s": sum(steps_s), "steps_s": steps_s, "vae_s": vae_s, "total_s": self._clock() - started}
+        total_s = watch.seconds(started, watch.mark())
+        text_s, image_s, steps_s, vae_s = ([watch.seconds(*span) for span in spans[stage]] for stage in ("text", "image", "step", "vae"))
+        timings = {
+            "text_s": sum(text_s),
+            "image_s": sum(image_s),
+            "denoise_s": sum(steps_s),
+            "steps_s": steps_s,
+            "vae_s": sum(vae_s),
+            "total_s": total_s,
+        }
+        peak = peak_memory(self.device) if self.has_folders_weights else None
         doubts = [f"{doubt}: {where}" for doubt in doubts_about(frames_FHWC)]
         for doubt in doubts:
             self._warn(doubt)
-        return VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts)
+        return VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts, peak)

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -17,6 +18,7 @@ from typing import Any
 
 from videoqat.config import GenerateConfig, SamplingConfig
 from videoqat.errors import DataError, UserError
+from videoqat.generation.images import check_image
 
 SETTINGS: dict[str, type] = {
     "seed": int,
@@ -28,6 +30,7 @@ SETTINGS: dict[str, type] = {
     "guidance_scale": float,
     "negative_prompt": str,
     "flow_shift": float,
+    "image": str,
 }
 STEM_BYTES = 180  # a file name has 255, of which index, suffix and the marks of a file in the making want some
 SEEDS = 2**63
@@ -52,6 +55,7 @@ class Video:
         number: of its prompt among the prompts, from 0.
         index: among the videos of its line, from 0.
         prompt, seed, sampling: what is in it.
+        image, image_sha256: path of its first frame and that file's hash; both empty where it has none.
     """
 
     name: str
@@ -61,6 +65,8 @@ class Video:
     prompt: str
     seed: int
     sampling: SamplingConfig
+    image: str = ""
+    image_sha256: str = ""
 
 
 def read_prompts(path: str | Path) -> list[str]:
@@ -70,6 +76,27 @@ def read_prompts(path: str | Path) -> list[str]:
         UserError: not a text file in UTF-8, or no prompt in it.
     """
     return list(dict.fromkeys(line.prompt for line in _some(path, _text_lines(_text(path)))))
+
+
+def read_prompts_with_images(path: str | Path) -> list[tuple[str, str]]:
+    """(prompt, path of its first frame or nothing) of each line of a .csv or .jsonl file; of prompts alone (`read_prompts`) in any other.
+
+    Raises:
+        UserError: as in `read_prompts` and `read_lines`; or a line sets something else.
+    """
+    if Path(path).suffix.lower() not in (".csv", ".jsonl"):
+        return [(prompt, "") for prompt in read_prompts(path)]
+    lines = read_lines(path)
+    for line in lines:
+        for key in line.settings.keys() - {"image"}:
+            raise DataError(f"prompts={str(path)!r}, line {line.number}: {key} can't be set here, where all videos are sampled alike; legal: image")
+    return list(dict.fromkeys((line.prompt, _image_of(path, line.settings)) for line in lines))
+
+
+def _image_of(path: str | Path, settings: dict[str, Any]) -> str:
+    """A line's image as seen from the folder of its file, or nothing; taken out of the line's settings."""
+    image = settings.pop("image", "")
+    return str(Path(path).parent / image) if image else ""
 
 
 def read_lines(path: str | Path) -> list[Line]:
@@ -213,13 +240,14 @@ def videos(config: GenerateConfig) -> list[Video]:
     line, its indices go on there.
 
     Raises:
-        UserError: as in `read_lines`; or a line's settings can't be.
+        UserError: as in `read_lines`; or a line's settings can't be; or its image is missing, can't be read, or is not for this model.
     """
     lines = read_lines(config.prompts)
     found: list[Video] = []
     stems: dict[str, str] = {}
     taken: dict[str, str] = {}  # a stem as the least exact file system sees it -> the prompt whose it is
     count: Counter[str] = Counter()
+    hash_of = functools.cache(functools.partial(check_image, config.model))
     with _in(config.prompts):
         for number, line in enumerate(lines):
             settings = dict(line.settings)
@@ -227,14 +255,16 @@ def videos(config: GenerateConfig) -> list[Video]:
                 first = settings.pop("seed", config.seed + number * config.samples_per_prompt)
                 if not 0 <= first <= SEEDS - config.samples_per_prompt:
                     raise UserError(f"seed={first} is not legal; legal: 0 to {SEEDS - config.samples_per_prompt}")
+                image = _image_of(config.prompts, settings)
                 sampling = dataclasses.replace(config.sampling, **settings)
                 sampling.validate()
+                image_sha256 = hash_of(image)
                 if line.prompt not in stems:
                     stems[line.prompt] = _free_stem(line.prompt, taken)
             for index in range(config.samples_per_prompt):
                 name = f"{stems[line.prompt]}-{count[line.prompt]}"
                 count[line.prompt] += 1
-                found.append(Video(name, line.number, number, index, line.prompt, first + index, sampling))
+                found.append(Video(name, line.number, number, index, line.prompt, first + index, sampling, image, image_sha256))
     return found
 
 

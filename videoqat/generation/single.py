@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from videoqat.data.precompute import file_hash
 from videoqat.data.video_io import write_video
 from videoqat.errors import UserError
 from videoqat.files import file_stats, writable_folder, write_json
-from videoqat.generation.engine import Engine, check_sampling, choose_recipe, text_tokens
+from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
+from videoqat.generation.images import check_image, read_image
+from videoqat.models.hub import origin
 from videoqat.provenance import provenance
 
 
@@ -25,6 +28,8 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
     """
     config.validate()
     size = check_sampling(config.model, config.sampling)
+    check_recipe(config.model, choose_recipe(config.model, config.recipe)[0], config.sampling)
+    check_image(config.model, config.image)
     sidecar = Path(config.out).with_suffix(".json")
     if sidecar.exists() and not config.overwrite:
         raise UserError(f"out={config.out!r}: {sidecar} exists; legal: a name not taken yet, or overwrite=true")
@@ -48,8 +53,9 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     """Writes one video to `config.out` (mp4), and a .json of the same name with all it takes to make it again and what really ran.
 
     Returns:
-        What the .json holds: `video`, `video_sha256`, `config`, `model_fingerprint`, `recipe`, `receipts`, `timings`, `warnings`, `num_tokens`,
-        `max_text_tokens`, `dtype`, `provenance`.
+        What the .json holds: `video`, `video_sha256`, `image_sha256` (empty without an image), `config`, `model` (`models.hub.origin`),
+        `model_fingerprint`, `recipe`, `receipts`, `timings` (`engine.VideoResult`'s, and `encode_s`: frames to mp4), `peak_memory_bytes`, `warnings`,
+        `num_tokens`, `max_text_tokens`, `dtype`, `provenance`.
 
     Raises:
         UserError: bad configuration or input; nothing is written.
@@ -77,18 +83,24 @@ def render(engine: Engine, config: GenerateConfig, fingerprint: str, on_step: Ca
         fingerprint: the model's (`model_fingerprint`), from before it was loaded.
         on_step: as in `Engine.generate`.
     """
-    result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, on_step=on_step)
+    image, image_sha256 = read_image(config.image) if config.image else (None, "")
+    result = engine.generate(config.prompt, config.seed, config.sampling, config.recipe, image=image, on_step=on_step)
     sidecar = Path(config.out).with_suffix(".json")
     sidecar.unlink(missing_ok=True)  # an older video's record must never stand beside this one
+    started = time.perf_counter()
     write_video(config.out, result.frames, config.sampling.fps)
+    encode_s = time.perf_counter() - started
     record = {
         "video": config.out,
         "video_sha256": file_hash(Path(config.out)),
+        "image_sha256": image_sha256,
         "config": to_dict(config),
+        "model": origin(config.model),
         "model_fingerprint": fingerprint,
         "recipe": result.recipe.to_dict(),
         "receipts": result.receipts,
-        "timings": result.timings,
+        "timings": {**result.timings, "encode_s": encode_s},
+        "peak_memory_bytes": result.peak_memory_bytes,
         "warnings": result.warnings,
         "num_tokens": check_sampling(config.model, config.sampling)["num_tokens"],
         "max_text_tokens": text_tokens(config.model, config.sampling),

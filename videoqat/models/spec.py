@@ -22,8 +22,8 @@ from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe, recipe_from_dict
 
 # What a transformer is told beside noisy latents and time: `text` always, (L, D) of one sample or (B, L, D) of a batch, and what else its family
-# needs, such as `pooled` (P,), `image_latents` (C, F, H, W) of a first frame, or in a batch `text_len` (B,): how many text tokens of each sample are
-# no padding.
+# needs, such as `pooled` (P,), `image_latents` (C, F, H, W), or in a batch `text_len` (B,): how many text tokens of each sample are no padding. What
+# comes of a first frame, and that alone, has a name that begins with `image_`.
 Condition = dict[str, Tensor]
 
 # Family name -> module that holds it as FAMILY.
@@ -31,6 +31,7 @@ FAMILIES: dict[str, str] = {
     "wan": "videoqat.models.wan",
     "cogvideox": "videoqat.models.cogvideox",
     "hunyuanvideo": "videoqat.models.hunyuan",
+    "hunyuan15": "videoqat.models.hunyuan15",
 }
 
 

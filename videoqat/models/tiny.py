@@ -20,6 +20,7 @@ from videoqat.errors import UserError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import family_of
 from videoqat.models.tiny_hunyuan import hunyuan_pipeline
+from videoqat.models.tiny_hunyuan15 import hunyuan15_pipeline
 from videoqat.models.tiny_mosaic import LATENT_CHANNELS, mosaic_vae
 from videoqat.models.tiny_vae import ARCHITECTURE as VAE_ARCHITECTURE
 from videoqat.models.tiny_vae import load_tiny_vae
@@ -77,7 +78,7 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
         raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
     writable_folder("out", out.parent)
     with torch.random.fork_rng(devices=[]):
-        pipeline = {"wan": _wan_pipeline, "cogvideox": _cogvideox_pipeline, "hunyuanvideo": _hunyuan_pipeline}[config.family](config)
+        pipeline = BUILDERS[config.family](config)
     with atomic_folder(out) as aside:
         pipeline.save_pretrained(aside)
         _forget_where_it_was_made(aside)
@@ -174,6 +175,13 @@ def _cogvideox_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
 
 def _hunyuan_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
     return hunyuan_pipeline(config, build_tokenizer(), CAPTION_WORDS)
+
+
+def _hunyuan15_pipeline(config: ExampleModelConfig) -> "DiffusionPipeline":
+    return hunyuan15_pipeline(config, CAPTION_WORDS)
+
+
+BUILDERS = {"wan": _wan_pipeline, "cogvideox": _cogvideox_pipeline, "hunyuanvideo": _hunyuan_pipeline, "hunyuan15": _hunyuan15_pipeline}
 
 
 def cogvideox_transformer(**changes: Any) -> "CogVideoXTransformer3DModel":

@@ -13,7 +13,7 @@ import torch
 from videoqat.attention.backends import Receipt, resolve
 from videoqat.attention.coded import packed_obstacle
 from videoqat.config import LoopConfig, TrainConfig, parse_bucket, require, to_dict
-from videoqat.data.dataset import BatchOrder, CachedVideos
+from videoqat.data.dataset import BatchOrder, CachedVideos, check_images
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import ConfigError, DataError
 from videoqat.models.install import check_policy
@@ -110,6 +110,7 @@ def _check_cache(config: TrainConfig, cache: CachedVideos, geometry: Geometry) -
             holds = f"sample {cache.samples[index].id} has latents {found[:4]} and text of width {found[4]}"
             needs = f"takes {expected[:4]} and {expected[4]}"
             raise DataError(f"cache={config.cache!r} does not fit model.path={config.model.path!r}: {holds}, the model {needs}")
+    check_images(cache, config.model.path)
 
 
 def _layout(config: TrainConfig, world_size: int | None, num_heads: int, recipe: AttentionRecipe) -> Layout:

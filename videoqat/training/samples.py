@@ -25,6 +25,7 @@ from videoqat.config import RuntimeConfig, SamplingConfig, require, to_dict
 from videoqat.data.video_io import write_video
 from videoqat.files import write_json
 from videoqat.generation.engine import Engine, check_sampling
+from videoqat.generation.images import check_image, read_image
 from videoqat.models.spec import Condition
 from videoqat.parallel.mesh import Mesh
 from videoqat.parallel.sharding import compute_dtype
@@ -39,12 +40,14 @@ def check_samples(job: Job) -> None:
     """Requires that samples of `validation.prompts` can be rendered with what a training has in memory.
 
     Raises:
-        ConfigError: a size that the model can't do, or a model whose other transformer would be needed.
+        ConfigError: a size that the model can't do, a first frame too many or too few, or a model whose other transformer would be needed.
     """
     config = job.config
     if not config.validation.every or not config.validation.prompts:
         return
     check_sampling(config.model.path, config.validation.sampling)
+    for image in config.validation.images or [""]:
+        check_image(config.model.path, image, "validation.images")
     job.recipe.check_steps(config.validation.sampling.num_inference_steps)
     components = job.family.components(config.model.path)
     legal = f"none: samples need {' and '.join(components)}, and training holds {config.model.component} alone"
@@ -57,7 +60,7 @@ def _takes_what_pipelines_give(transformer: nn.Module) -> Iterator[None]:
 
     def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = compute_dtype(transformer)
-        return args, {name: value.to(dtype) if name.endswith("hidden_states") else value for name, value in kwargs.items()}
+        return args, {name: value.to(dtype) if "hidden_states" in name and value is not None else value for name, value in kwargs.items()}
 
     handle = transformer.register_forward_pre_hook(cast, with_kwargs=True)
     try:
@@ -115,7 +118,10 @@ class Sampler:
         self._job, self._mesh, self._transformer, self._prompts = job, mesh, transformer, prompts
         pipeline = job.family.load_encoders(config.model.path, device="cpu", dtype=torch.float32, text_encoder=False)
         pipeline.register_modules(**{config.model.component: transformer})
-        _, self._vae_hook = cpu_offload_with_hook(pipeline.vae, mesh.device)
+        encoder = getattr(pipeline, "image_encoder", None)  # of first frames; it gives way to the VAE, which comes next
+        self._encoder_hook = None if encoder is None else cpu_offload_with_hook(encoder, mesh.device)[1]
+        _, self._vae_hook = cpu_offload_with_hook(pipeline.vae, mesh.device, prev_module_hook=self._encoder_hook)
+        self._images = [read_image(path, "validation.images")[0] for path in config.validation.images]
         self._engine = Engine(config.model.path, RuntimeConfig(str(mesh.device), kernel=config.runtime.kernel), pipeline)
 
     def render(self, step: int, faults: Faults, before_step: Callable[[], None]) -> dict[str, NDArray[np.uint8]]:
@@ -145,6 +151,7 @@ class Sampler:
                     number,  # the seed: the same noise at every step, so that videos of two steps can be compared
                     self._prompts.sampling,
                     self._job.recipe,
+                    image=self._images[number] if self._images else None,
                     on_step=lambda *_: before_step(),
                     condition=(_moved(prompt, self._mesh.device), _moved(negative, self._mesh.device)),
                     agree=self._mesh.any,
@@ -157,6 +164,7 @@ class Sampler:
             record = {
                 "step": step,
                 "prompt": config.validation.prompts[index],
+                "image": config.validation.images[index] if config.validation.images else None,
                 "seed": index,
                 "sampling": to_dict(self._prompts.sampling),
                 "recipe": result.recipe.to_dict(),

@@ -129,7 +129,8 @@ def flops_per_sample(job: Job, bucket: str) -> float:
 def job_cost(job: Job, bucket: str) -> ForwardCost:
     """What a sample of `bucket` costs in `job`. A bucket's first call takes a second or so."""
     model, loop, text_tokens = job.config.model, job.config.train, job.cache.settings["max_text_tokens"]
-    return forward_cost(model.path, model.component, bucket, text_tokens, job.recipe, loop.compute_dtype, tuple(loop.trainable))
+    image = job.cache.settings.get("image_to_video", False)
+    return forward_cost(model.path, model.component, bucket, text_tokens, job.recipe, loop.compute_dtype, tuple(loop.trainable), image)
 
 
 @functools.lru_cache(maxsize=32)
@@ -141,8 +142,10 @@ def forward_cost(
     recipe: AttentionRecipe = RECIPES["bf16"],
     compute_dtype: str = "bfloat16",
     trainable: tuple[str, ...] = ("*",),
+    image: bool = False,
 ) -> ForwardCost:
-    """What a sample costs: a video of `bucket` (such as `81x480x832`) with text padded to `text_tokens`. No weights are needed.
+    """What a sample costs: a video of `bucket` (such as `81x480x832`) with text padded to `text_tokens`, and with a first frame given, if `image` or
+    the model requires it. No weights are needed.
 
     Transformer and samples are fake tensors: shapes and dtypes pass through torch's own code, while numbers and memory there are none.
     Attention counts as the CPU's kernels keep it; `memory.py` knows what a GPU's do.
@@ -162,7 +165,7 @@ def forward_cost(
         ledger = _Ledger(transformer, family.blocks(transformer), [layer.name for layer in layers])
         size = parse_bucket("bucket", bucket)
         x_BCFHW = torch.empty(1, *geometry.latent_shape(*size))
-        parts = {part: torch.empty(shape) for part, shape in family.condition_shapes(folder, size, text_tokens).items()}
+        parts = {part: torch.empty(shape) for part, shape in family.condition_shapes(folder, size, text_tokens, image=image).items()}
         condition = family.batch_conditions([parts], text_tokens)
         with ledger.counter, torch.autograd.graph.saved_tensors_hooks(ledger.keep, lambda kept: kept):
             family.forward(transformer, x_BCFHW, torch.empty(1), condition)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from videoqat.config import ObjectiveConfig
 from videoqat.console import progress
-from videoqat.data.dataset import CachedVideos, sample_generator
+from videoqat.data.dataset import CachedVideos, check_images, sample_generator
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import DataError, NonFiniteLoss
 from videoqat.models.spec import Condition, ModelFamily
@@ -34,7 +34,7 @@ def check_cache(folder: str, models: Iterable[str], key: str = "validation_cache
     """The cache in `folder`, which the setting `key` names, if it was made with the VAE and text encoder of every one of `models`.
 
     Raises:
-        DataError: no cache, an empty one, or one made with others.
+        DataError: no cache, an empty one, one made with others, or one with first frames for a model that takes none, or the other way round.
     """
     cache = CachedVideos(folder)
     if not len(cache):
@@ -43,6 +43,7 @@ def check_cache(folder: str, models: Iterable[str], key: str = "validation_cache
         if encoder_fingerprint(model) != cache.settings["encoder_fingerprint"]:
             made_with = cache.settings.get("model")
             raise DataError(f"{key}={folder!r} was made with another VAE or text encoder ({made_with}) than that of {model}; preprocess again")
+        check_images(cache, model, key)
     return cache
 
 
