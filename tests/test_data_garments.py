@@ -62,6 +62,35 @@ def test_clip_is_a_pure_function_of_seed_split_and_index() -> None:
     assert all(np.abs(draw(5).astype(int) - other).mean() > 5 for other in others)
 
 
+def test_captions_can_be_left_out_and_the_other_clips_stay_the_same(tmp_path: Path) -> None:
+    common = {"num_frames": 5, "size": 32}
+    without = ["a sneaker moves left", "a t-shirt moves left"]
+    write_clips(ExampleClipsConfig(out=str(tmp_path / "some"), num_clips=9, leave_out=without, **common))
+    write_clips(ExampleClipsConfig(out=str(tmp_path / "all"), num_clips=11, **common))
+    some, every = ([json.loads(line) for line in (tmp_path / name / "metadata.jsonl").read_text().splitlines()] for name in ("some", "all"))
+    assert some == [line for line in every if line["caption"] not in without]
+    assert len(some) == 9
+    for line in some[:2]:
+        assert (tmp_path / "some" / line["file"]).read_bytes() == (tmp_path / "all" / line["file"]).read_bytes()
+
+
+@pytest.mark.parametrize(("without", "words"), [(["a hat moves left"], "a hat moves left"), ([caption_of(i) for i in range(40)], "all 40")])
+def test_what_can_not_be_left_out_is_refused(without: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        write_clips(ExampleClipsConfig(out=str(tmp_path / "clips"), leave_out=without))
+    assert not (tmp_path / "clips").exists()
+
+
+def test_several_processes_draw_what_one_draws(tmp_path: Path) -> None:
+    common = {"num_clips": 5, "num_frames": 5, "size": 32}
+    for workers in (1, 2):
+        write_clips(ExampleClipsConfig(out=str(tmp_path / str(workers)), workers=workers, **common))
+    one, two = ({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.*")} for name in ("1", "2"))
+    assert one == two
+    assert len(one) == 7
+    assert write_clips(ExampleClipsConfig(out=str(tmp_path / "1"), workers=2, **common))["reused"]
+
+
 def test_photos_of_the_package_are_balanced_and_held_out_ones_are_others() -> None:
     (train, train_labels), (held_out, held_out_labels) = read_photos("embedded", "train"), read_photos("embedded", "held_out")
     assert np.bincount(train_labels).tolist() == [60] * 10

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,25 @@ def test_number_of_workers_and_shard_size_change_nothing(config: PreprocessConfi
         assert all(torch.equal(one.load(index)[name], other.load(index)[name]) for name in ("latents", "text"))
 
 
+def test_clips_that_go_through_the_vae_together_are_what_each_is_alone(config: PreprocessConfig, source: Path, tmp_path: Path) -> None:
+    """Three at a time, of four different clips: a full batch, and a rest. One clip is there twice, in the same batch."""
+    (source / "0b.mp4").write_bytes((source / "0.mp4").read_bytes())
+    (source / "0b.txt").write_bytes((source / "0.txt").read_bytes())
+    sizes, real = [], precompute._Encoder.video
+    together = replace(config, out=str(tmp_path / "together"), batch_size=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompute._Encoder, "video", lambda self, clips: (sizes.append(len(clips)), real(self, clips))[1])
+        made = preprocess(together)
+    assert (made["samples"], made["encoded"], made["reused"]) == (5, 4, 1)
+    assert sorted(filter(None, sizes)) == [1, 3]
+    preprocess(config)
+    one, many = CachedVideos(config.out), CachedVideos(together.out)
+    assert one.fingerprint == many.fingerprint
+    for i in range(len(one)):
+        assert torch.allclose(one.load(i)["latents"], many.load(i)["latents"], atol=1e-5)
+        assert torch.equal(one.load(i)["text"], many.load(i)["text"])
+
+
 def test_clips_take_the_bucket_of_their_shape_and_length(tiny_pipeline: Path, tmp_path: Path) -> None:
     folder = make_source(tmp_path / "clips", 1)
     for name, height, width, num_frames in (("wide", 32, 64, 6), ("tall", 96, 40, 6), ("long", 48, 48, 9)):
@@ -195,7 +215,7 @@ def test_a_decoder_that_fails_in_a_new_way_does_not_stop_the_run(config: Preproc
 
 def test_encoders_that_give_nan_are_noticed(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     real = precompute._Encoder.video
-    monkeypatch.setattr(precompute._Encoder, "video", lambda self, frames: real(self, frames) * float("nan"))
+    monkeypatch.setattr(precompute._Encoder, "video", lambda self, clips: [latents * float("nan") for latents in real(self, clips)])
     with pytest.raises(DataError, match="no usable clip: 4 not finite"):
         preprocess(config)
     assert not (Path(config.out) / "index.json").exists()

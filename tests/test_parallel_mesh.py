@@ -19,7 +19,7 @@ from videoqat.config import ParallelConfig
 from videoqat.console import is_rank_zero
 from videoqat.errors import ConfigError, UserError, WorkerLost
 from videoqat.parallel import watch
-from videoqat.parallel.mesh import Layout, collective_errors, local_device, open_mesh, resolve_layout, world_size_from_launcher
+from videoqat.parallel.mesh import Layout, collective_errors, local_device, open_mesh, resolve_layout, shared_device, world_size_from_launcher
 
 CPU = torch.device("cpu")
 
@@ -93,6 +93,14 @@ def test_each_process_of_a_host_gets_a_gpu_of_its_own(monkeypatch: pytest.Monkey
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     with pytest.raises(ConfigError, match="3 processes on this host, but 2 GPUs"):
         local_device(torch.device("cuda"))
+
+
+def test_processes_that_only_share_out_work_may_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    assert shared_device(torch.device("cuda")) == torch.device("cuda:1")
+    assert shared_device(torch.device("cuda:0")) == torch.device("cuda:0")
+    assert shared_device(CPU) == CPU
 
 
 def _place(config: ParallelConfig) -> tuple:

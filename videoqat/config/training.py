@@ -166,9 +166,11 @@ class ExportConfig:
     checkpoint: str = "latest"  # or the path of one checkpoint
     out: str = MISSING
     weights: str = "auto"  # auto: EMA if the run kept one; ema; raw
+    dtype: str = "base"  # of the transformer's weights: base (as in the folder that training started from), float32, bfloat16
 
     def validate(self) -> None:
         existing("run", self.run, folder=True)
         choice("weights", self.weights, ("auto", "ema", "raw"))
+        choice("dtype", self.dtype, ("base", "float32", "bfloat16"))
         if self.checkpoint != "latest":
             existing("checkpoint", self.checkpoint, folder=True)

@@ -11,9 +11,14 @@ The photos are Fashion-MNIST's, (c) 2017 Zalando SE, MIT licence (assets/NOTICE.
 """
 
 import argparse
+import functools
 import gzip
+import itertools
 import json
 import math
+import multiprocessing
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from videoqat import config as configuration
-from videoqat.config import ExampleClipsConfig
+from videoqat.config import ExampleClipsConfig, require
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
 from videoqat.errors import DataError, UserError
@@ -149,26 +154,61 @@ def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
     """
     config.validate()
     out = Path(config.out)
-    settings = {key: value for key, value in configuration.to_dict(config).items() if key != "out"} | {"version": VERSION}
-    names = [f"clips/{index:06d}.mp4" for index in range(config.num_clips)]
-    captions = [caption_of(index) for index in range(config.num_clips)]
+    settings = {key: value for key, value in configuration.to_dict(config).items() if key not in ("out", "workers")} | {"version": VERSION}
+    drawn = clips_without(config.leave_out, config.num_clips)
+    names = [f"clips/{index:06d}.mp4" for index in drawn]
+    captions = [caption_of(index) for index in drawn]
     result = {"out": str(out), "num_clips": config.num_clips, "captions": len(set(captions)), "reused": False}
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if _holds(out, settings, names):
             say(f"{out}: {config.num_clips} clips with these settings are here already")
             return result | {"reused": True}
         raise UserError(f"out={str(out)!r} holds something else than the clips of these settings; legal: a new or empty folder")
-    photos, labels = read_photos(config.photos, config.split)
+    read_photos(config.photos, config.split)
     writable_folder("out", out)
     with atomic_folder(out) as aside:
-        for index in progress(range(config.num_clips), desc="drawing clips", unit="clip"):
-            frames = draw_clip(photos, labels, index, num_frames=config.num_frames, size=config.size, seed=config.seed, split=config.split)
-            write_video(aside / names[index], frames, config.fps)
+        draw = functools.partial(_draw_file, config)
+        for _ in progress(
+            _in_processes(draw, drawn, [aside / name for name in names], config.workers), total=len(names), desc="drawing clips", unit="clip"
+        ):
+            pass
         lines = [json.dumps({"file": name, "caption": caption}) for name, caption in zip(names, captions, strict=True)]
         (aside / "metadata.jsonl").write_text("\n".join(lines) + "\n")
         write_json(aside / "set.json", settings)
     say(f"{out}: {config.num_clips} clips, {result['captions']} captions")
     return result
+
+
+def clips_without(leave_out: list[str], count: int) -> list[int]:
+    """The numbers of the first `count` clips whose captions are not in `leave_out`.
+
+    Raises:
+        ConfigError: `leave_out` names what is no caption, or all of them.
+    """
+    captions = [caption_of(index) for index in range(len(GARMENTS) * len(DIRECTIONS))]
+    for caption in leave_out:
+        require(caption in captions, "leave_out", caption, f"captions of clips, such as {captions[0]!r}")
+    require(len(set(leave_out)) < len(captions), "leave_out", f"all {len(captions)} captions", "fewer")
+    return list(itertools.islice((index for index in itertools.count() if caption_of(index) not in leave_out), count))
+
+
+_photos = functools.cache(read_photos)  # once in each process
+
+
+def _draw_file(config: ExampleClipsConfig, index: int, path: Path) -> None:
+    """Draws and writes one clip."""
+    photos, labels = _photos(config.photos, config.split)
+    frames = draw_clip(photos, labels, index, num_frames=config.num_frames, size=config.size, seed=config.seed, split=config.split)
+    write_video(path, frames, config.fps)
+
+
+def _in_processes(draw: functools.partial[None], drawn: list[int], paths: list[Path], workers: int) -> Iterator[None]:
+    """`draw` for each clip and its path: here, or in `workers` processes of one torch thread each."""
+    if workers == 1:
+        yield from map(draw, drawn, paths)
+        return
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(draw, drawn, paths, chunksize=16)
 
 
 def _holds(out: Path, settings: dict[str, Any], names: list[str]) -> bool:

@@ -227,6 +227,13 @@ def local_device(device: torch.device) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def shared_device(device: torch.device) -> torch.device:
+    """As `local_device`, but processes of one host may outnumber its GPUs and then share them. They can't talk through NCCL then, only by gloo."""
+    if device.type != "cuda" or device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 @contextmanager
 def open_mesh(config: ParallelConfig, device: torch.device, *, num_heads: int | None = None) -> Iterator[Mesh]:
     """The mesh of all processes that the launcher started, for as long as the block runs.

@@ -33,6 +33,7 @@ class _Source:
     base: Path
     component: str
     family: ModelFamily
+    dtype: torch.dtype | None  # of floating point weights; None: as in the base
 
 
 def _check(config: ExportConfig) -> _Source:
@@ -53,13 +54,16 @@ def _check(config: ExportConfig) -> _Source:
         raise CheckpointError(f"{checkpoint} was trained from {base}, which is not there any more; export copies VAE and text encoder from it")
     if transformer_fingerprint(base, component, weights=not trained["from_scratch"]) != meta["model_fingerprint"]:
         raise CheckpointError(f"{base} is no longer the model that {checkpoint} was trained from: its {component} differs")
-    return _Source(checkpoint, meta, "ema" if has_ema and config.weights != "raw" else "raw", base, component, family_of(base))
+    dtype = None if config.dtype == "base" else getattr(torch, config.dtype)
+    return _Source(checkpoint, meta, "ema" if has_ema and config.weights != "raw" else "raw", base, component, family_of(base), dtype)
 
 
 def _trained_transformer(source: _Source) -> nn.Module:
-    """The transformer with the checkpoint's weights, each in the dtype that it has in the base folder."""
+    """The transformer with the checkpoint's weights, each in the dtype that is wanted or that it has in the base folder."""
     transformer = source.family.build(source.base, source.component)
     dtypes, stored = _stored_dtypes(source.base / source.component), state.tensor_keys(source.checkpoint)
+    if source.dtype is not None:
+        dtypes = {name: source.dtype for name, tensor in transformer.state_dict().items() if tensor.is_floating_point()}
     tensors = {name: torch.empty(tensor.shape, dtype=dtypes.get(name, tensor.dtype)) for name, tensor in transformer.state_dict().items()}
     parts: dict[str, dict[str, Tensor]] = {"model": {}, "ema": {}}
     for name, tensor in tensors.items():
