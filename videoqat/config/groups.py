@@ -88,6 +88,7 @@ class SamplingConfig:
     num_inference_steps: int = 20
     guidance_scale: float = 3.0
     guidance_scale_2: float = 0.0  # of the second of two transformers (Wan 2.2 A14B), which serves low noise; 0: as guidance_scale
+    true_cfg_scale: float = 1.0  # HunyuanVideo, which is told guidance_scale: how much the negative prompt guides beside that; 1: not at all
     negative_prompt: str = ""
     dynamic_guidance: bool = False  # CogVideoX: guidance that grows from step to step (its pipeline's use_dynamic_cfg)
     flow_shift: float = 0.0  # 0: as the folder's scheduler has it; it must be 0 where that takes none (CogVideoX's DDIM and DPM)
@@ -99,5 +100,6 @@ class SamplingConfig:
             require(getattr(self, key) >= 1, f"sampling.{key}", getattr(self, key), "at least 1")
         for key in ("guidance_scale", "guidance_scale_2"):
             require(getattr(self, key) >= 0, f"sampling.{key}", getattr(self, key), "0 or more")
+        require(self.true_cfg_scale >= 1, "sampling.true_cfg_scale", self.true_cfg_scale, "1 (no guidance by the negative prompt) or more")
         require(self.flow_shift >= 0, "sampling.flow_shift", self.flow_shift, "0 (the folder's own) or above")
         require(self.max_text_tokens >= 0, "sampling.max_text_tokens", self.max_text_tokens, "0 (as trained) or more")

@@ -178,7 +178,7 @@ def _is_finished(config: GenerateConfig, video: Video, common: dict[str, Any]) -
         there = {key: record[key] for key in common} | {"prompt": made["prompt"], "seed": made["seed"]}
         # Records of earlier versions lack what there was no choice of.
         there["image_sha256"] = record.get("image_sha256", "")
-        there["sampling"] = {"guidance_scale_2": 0.0} | made["sampling"] | {"max_text_tokens": record["max_text_tokens"]}
+        there["sampling"] = {"guidance_scale_2": 0.0, "true_cfg_scale": 1.0} | made["sampling"] | {"max_text_tokens": record["max_text_tokens"]}
         sha256 = record["video_sha256"]
     except (ValueError, KeyError, TypeError) as error:
         if config.overwrite:

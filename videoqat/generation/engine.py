@@ -92,6 +92,10 @@ def check_sampling(folder: str | Path, sampling: SamplingConfig) -> dict[str, An
     require(dynamic, "sampling.dynamic_guidance", sampling.dynamic_guidance, f"false for {folder}: pipelines of {family.name} have none")
     second = len(geometries) == 2 or not sampling.guidance_scale_2
     require(second, "sampling.guidance_scale_2", sampling.guidance_scale_2, f"0 for {folder}, which has one transformer for all noise")
+    true_cfg = family.has_true_cfg or sampling.true_cfg_scale == 1
+    require(
+        true_cfg, "sampling.true_cfg_scale", sampling.true_cfg_scale, f"1 for {folder}, which is guided by the negative prompt with guidance_scale"
+    )
     first = geometries[0]
     return {
         "family": family.name,
@@ -277,7 +281,8 @@ class Engine:
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
         if condition is None:
-            negative = {"negative prompt": sampling.negative_prompt} if sampling.guidance_scale > 1 else {}
+            guided = (sampling.true_cfg_scale if self.family.has_true_cfg else sampling.guidance_scale) > 1
+            negative = {"negative prompt": sampling.negative_prompt} if guided else {}
             warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
         check_recipe(self.folder, chosen, sampling)
         warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
@@ -344,6 +349,7 @@ class Engine:
                 num_inference_steps=sampling.num_inference_steps,
                 guidance_scale=sampling.guidance_scale,
                 **({"guidance_scale_2": sampling.guidance_scale_2} if sampling.guidance_scale_2 else {}),
+                **({"true_cfg_scale": sampling.true_cfg_scale} if sampling.true_cfg_scale > 1 else {}),
                 generator=torch.Generator("cpu").manual_seed(seed),
                 callback_on_step_end=after_step,
                 max_sequence_length=num_text_tokens,

@@ -116,6 +116,7 @@ class CogVideoXFamily:
     pipeline_classes = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
     transformer_classes = ("CogVideoXTransformer3DModel",)
     has_dynamic_guidance = True
+    has_true_cfg = False
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """("transformer",)."""

@@ -42,6 +42,7 @@ class HunyuanFamily:
     pipeline_classes = ("HunyuanVideoPipeline",)
     transformer_classes = ("HunyuanVideoTransformer3DModel",)
     has_dynamic_guidance = False
+    has_true_cfg = True
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """("transformer",)."""

@@ -123,6 +123,7 @@ class ModelFamily(Protocol):
     pipeline_classes: tuple[str, ...]  # values of _class_name in model_index.json
     transformer_classes: tuple[str, ...]  # class names of transformers whose attention it knows
     has_dynamic_guidance: bool  # whether its pipeline can change the guidance from step to step (use_dynamic_cfg)
+    has_true_cfg: bool  # whether guidance_scale is told to the model, and its pipeline guides by the negative prompt with true_cfg_scale only
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """Names of the folder's transformers, the one for high noise first."""

@@ -41,6 +41,7 @@ class WanFamily:
     pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
     transformer_classes = ("WanTransformer3DModel",)
     has_dynamic_guidance = False
+    has_true_cfg = False
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """("transformer",), or ("transformer", "transformer_2") where a boundary_ratio splits the times between them."""
