@@ -19,6 +19,7 @@ SCHEMAS = {
     "preprocess": cfg.PreprocessConfig,
     "generate": cfg.GenerateConfig,
     "compare": cfg.CompareConfig,
+    "compare-attention": cfg.CompareAttentionConfig,
     "model": cfg.GenerateConfig,
 }
 
@@ -36,6 +37,8 @@ def required(schema: type, folder: Path) -> list[str]:
     if schema is cfg.CompareConfig:
         entries = f"[{{name: a, model: '{folder}'}}, {{name: b, model: '{folder}', recipe: attn_qat}}]"
         return [f"entries={entries}", f"prompts={prompts}", f"out={folder / 'out'}"]
+    if schema is cfg.CompareAttentionConfig:
+        return [f"model={folder}", f"prompts={prompts}", f"out={folder / 'out'}"]
     if schema is cfg.ExportConfig:
         return [f"run={folder}", f"out={folder / 'out'}"]
     if schema in (cfg.ExampleClipsConfig, cfg.ExampleModelConfig):

@@ -48,6 +48,8 @@ def _add_command(subparsers: Any, name: str, command: Command) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(name=name)
+    if name == "compare":
+        parser.add_argument("--attention-only", action="store_const", const="compare-attention", dest="name", help="the command compare-attention")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings that override the file's")
     parser.add_argument("--config", metavar="FILE", help="a YAML file, or the name of one below configs/ (such as train/tiny)")
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON to FILE (- for standard output)")

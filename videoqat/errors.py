@@ -44,5 +44,9 @@ class NonFiniteLoss(NonFiniteError):
     """A validation loss came out as NaN or inf. Names the model and the clip."""
 
 
+class GenerationCancelled(RuntimeError):
+    """Raised by whoever watches a video being made, after a denoising step, when it isn't wanted any more: the device is free within one step."""
+
+
 class WorkerLost(RuntimeError):
     """Another process of this run ended or stopped answering. `str(error)` is one line; the command ends with exit code 1."""

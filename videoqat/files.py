@@ -1,4 +1,4 @@
-"""Writing so that nothing half-written is ever taken for whole: write aside, flush to disk, then rename."""
+"""Writing so that nothing half-written is ever taken for whole: write aside, flush to disk, then rename. And where the shipped files are."""
 
 import contextlib
 import json
@@ -10,6 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from videoqat.errors import UserError
+
+
+def shipped(name: str) -> Path | None:
+    """The file `configs/NAME` or `configs/NAME.yaml` of this distribution, or None."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "configs", package.parent / "configs"):  # installed as a wheel, or a checkout
+        for path in (root / name, root / f"{name}.yaml"):
+            if path.is_file():
+                return path
+    return None
 
 
 def writable_folder(key: str, folder: str | Path) -> Path:

@@ -14,6 +14,7 @@ from types import UnionType
 from typing import Any, TypeVar
 
 from videoqat.errors import ConfigError
+from videoqat.files import shipped
 
 T = TypeVar("T")
 
@@ -253,7 +254,7 @@ def recipe_from_dict(fields: dict[str, Any], origin: str) -> AttentionRecipe:
 
 
 def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
-    """The recipe called `recipe`, or the one in the YAML or JSON file of that path.
+    """The recipe called `recipe`, or the one in the YAML or JSON file of that path; `recipe/NAME` is the file configs/recipe/NAME.yaml.
 
     Raises:
         ConfigError: neither a name nor a file; all names are listed.
@@ -262,7 +263,7 @@ def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
         return recipe
     if recipe in RECIPES:
         return RECIPES[recipe]
-    path = Path(recipe)
+    path = (shipped(recipe) if recipe.startswith("recipe/") else None) or Path(recipe)
     if path.suffix in (".yaml", ".yml", ".json") and path.is_file():
         import yaml
 
@@ -275,7 +276,8 @@ def get_recipe(recipe: "str | AttentionRecipe") -> AttentionRecipe:
         if fields.get("keep_layers") == "auto" or AUTO_KEYS & fields.keys():
             return _with_measured_layers(fields, path)
         return recipe_from_dict(fields, str(path))
-    raise ConfigError(f"recipe {recipe!r} does not exist; legal: {', '.join(RECIPES)}, or the path of a recipe's .yaml or .json file")
+    legal = f"{', '.join(RECIPES)}, recipe/NAME for a file of configs/recipe, or the path of a recipe's .yaml or .json file"
+    raise ConfigError(f"recipe {recipe!r} does not exist; legal: {legal}")
 
 
 def _with_measured_layers(fields: dict[str, Any], path: Path) -> AttentionRecipe:

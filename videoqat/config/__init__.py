@@ -6,6 +6,7 @@ the wrong type or an illegal value raises `ConfigError` with the key, the value 
 No environment variable is read.
 """
 
+from videoqat.config.attention_only import CompareAttentionConfig
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
@@ -29,6 +30,7 @@ __all__ = [
     "BenchTrainingConfig",
     "CompareConfig",
     "CompareEntry",
+    "CompareAttentionConfig",
     "DemoConfig",
     "DoctorConfig",
     "ExampleClipsConfig",

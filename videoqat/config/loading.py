@@ -13,18 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from videoqat.config.checks import require
 from videoqat.errors import ConfigError
+from videoqat.files import shipped as shipped
 
 T = TypeVar("T")
-
-
-def shipped(name: str) -> Path | None:
-    """The file `configs/NAME` or `configs/NAME.yaml` of this distribution, or None."""
-    package = Path(__file__).resolve().parent.parent
-    for root in (package / "configs", package.parent / "configs"):  # installed as a wheel, or a checkout
-        for path in (root / name, root / f"{name}.yaml"):
-            if path.is_file():
-                return path
-    return None
 
 
 def _read(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
