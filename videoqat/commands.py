@@ -85,20 +85,6 @@ COMMANDS: dict[str, Command] = {
         "videoqat compare-attention --config compare-attention/training-free model=tiny-wan prompts=prompts.txt out=attention",
         "videoqat.evaluation.attention_only:plan",
     ),
-    "serve": Command(
-        cfg.ServeConfig,
-        "app.serve:serve",
-        "an HTTP service over a queue of videos, with a worker for each GPU",
-        "videoqat serve folder=service port=8000",
-        "app.serve:plan",
-    ),
-    "worker": Command(
-        cfg.WorkerConfig,
-        "app.serve:work",
-        "one worker of a service whose server runs elsewhere",
-        "videoqat worker --config service.yaml runtime.device=cuda:0",
-        "app.serve:plan_worker",
-    ),
     "bench attention": Command(
         cfg.BenchAttentionConfig,
         "videoqat.attention.bench:bench_attention",
