@@ -51,7 +51,7 @@ class AttentionRecipe:
         attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text), `refiner` (text
             alone, before the blocks).
         keep_layers: indices of transformer blocks whose attention stays in bf16, in every transformer of the model.
-        keep_layers_in: likewise for single transformers of a pair, as pairs of (one of `COMPONENTS`, indices); a mapping will do. It adds to keep_layers.
+        keep_layers_in: likewise for single transformers of a pair, beside keep_layers: pairs of (one of `COMPONENTS`, indices), or a mapping.
         keep_components: transformers that stay in bf16 altogether.
         keep_first_steps, keep_last_steps: so many denoising steps at the beginning and the end of a video are computed in bf16, by both transformers
             of a pair. Training has no steps: it quantises at all times.
@@ -189,7 +189,7 @@ class AttentionRecipe:
         kept = self.keep_first_steps + self.keep_last_steps
         if kept > num_steps:
             raise ConfigError(
-                f"recipe {self.name!r} keeps the first {self.keep_first_steps} and the last {self.keep_last_steps} denoising steps in bf16, {kept} of "
+                f"recipe {self.name!r} keeps the first {self.keep_first_steps} and the last {self.keep_last_steps} denoising steps in bf16, of "
                 f"{num_steps}; legal: num_inference_steps of {kept} or more, or a recipe that keeps fewer"
             )
 
@@ -307,7 +307,9 @@ def _with_measured_layers(fields: dict[str, Any], path: Path) -> AttentionRecipe
     for field in (*FORWARD_FIELDS, "keep_components"):
         if getattr(measured, field) != getattr(recipe, field):
             difference = f"with {field}={getattr(measured, field)!r}, not {getattr(recipe, field)!r}"
-            raise ConfigError(f"{path}: {source} measured recipe {measured.name!r}, {difference}; its layers say nothing about recipe {recipe.name!r}")
+            raise ConfigError(
+                f"{path}: {source} measured recipe {measured.name!r}, {difference}; it says nothing about recipe {recipe.name!r}"
+            )
     if kept is None:
         raise ConfigError(f"{path}: no choice of layers in {source} meets {limits}; the least error that it reached is {least:.3g}")
     return dataclasses.replace(recipe, **kept)

@@ -167,3 +167,79 @@ def training_health(entries: list[dict[str, Any]]) -> str:
     axes.set_ylabel("relative error, per cent")
     _legend(axes)
     return _svg(figure, "health", "Quantisation error during training")
+
+
+def blocks(rows: list[dict[str, Any]], kept: set[tuple[str, int]], everywhere: float) -> str:
+    """Error at the output with one block alone by the recipe, and with all but it; rows as in sensitivity.json's `layers`, `kept` marked."""
+    figure, axes = _figure()
+    components = list(dict.fromkeys(row["component"] for row in rows))
+    for at, component in enumerate(components):
+        mine = [row for row in rows if row["component"] == component]
+        suffix = f", {component}" if len(components) > 1 else ""
+        index = [row["index"] for row in mine]
+        only, without = ([100 * row[name]["relative_error"] for row in mine] for name in ("only", "without"))
+        axes.plot(index, only, "o-", color=colour(2 * at), markersize=4, linewidth=1.6, label=f"this block alone{suffix}")
+        axes.plot(index, without, "o-", color=colour(2 * at + 1), markersize=3, linewidth=1.2, alpha=0.7, label=f"all but this block{suffix}")
+        marked = [(i, value) for i, value in zip(index, only, strict=True) if (component, i) in kept]
+        if marked:
+            axes.plot(*zip(*marked, strict=True), "o", color=colour(2 * at), markersize=11, fillstyle="none", label=f"proposed to be kept{suffix}")
+    axes.axhline(100 * everywhere, color=INK, linewidth=1, linestyle=":", label="all blocks")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("block")
+    axes.set_ylabel("error at the output, per cent")
+    _legend(axes)
+    return _svg(figure, "blocks", "Error at the output by block")
+
+
+def heads(rows: list[dict[str, Any]], name: str) -> str:
+    """Relative error of each head's attention in each layer, as a map; rows as in sensitivity.json's `attention`."""
+    figure, axes = _figure(max(2.0, 0.9 + 0.09 * len(rows)))
+    errors_LH = np.full((len(rows), max(len(row["heads"]) for row in rows)), np.nan)
+    for at, row in enumerate(rows):
+        errors_LH[at, : len(row["heads"])] = [100 * head["relative_error"] for head in row["heads"]]
+    picture = axes.pcolormesh(np.arange(errors_LH.shape[1] + 1), np.arange(len(rows) + 1), errors_LH, cmap="cividis", vmin=0)
+    figure.colorbar(picture, ax=axes, label="relative error, per cent").solids.set_rasterized(False)  # drawn, not a picture within the picture
+    shown = [range(0, size, -(-size // 12)) for size in errors_LH.shape]
+    axes.set_yticks([at + 0.5 for at in shown[0]], [rows[at]["layer"] for at in shown[0]])
+    axes.set_xticks([at + 0.5 for at in shown[1]], [str(at) for at in shown[1]])
+    axes.invert_yaxis()
+    axes.grid(False)
+    axes.set_xlabel("head")
+    return _svg(figure, name, "Attention error by layer and head")
+
+
+def kept_path(path: list[dict[str, Any]], chosen: int | None, max_error: float) -> str:
+    """Error at the output against the share of attention that is quantised, as more blocks are kept; `chosen` of them proposed."""
+    figure, axes = _figure()
+    share, error = ([100 * step[key] for step in path] for key in ("share", "error"))
+    axes.plot(share, error, "o-", color=colour(0), markersize=4, linewidth=1.6)
+    for step in path[:: -(-len(path) // 12)]:
+        axes.annotate(
+            str(step["count"]), (100 * step["share"], 100 * step["error"]), xytext=(0, 6), textcoords="offset points", ha="center", fontsize=8
+        )
+    if chosen is not None:
+        axes.plot(share[chosen], error[chosen], "o", color=colour(1), markersize=11, fillstyle="none", label=f"proposed: {chosen} kept")
+    if max_error:
+        axes.axhline(100 * max_error, color=colour(1), linewidth=1, linestyle=":", label="max_error")
+    if chosen is not None or max_error:
+        _legend(axes)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("share of attention's arithmetic that is quantised, per cent (numbers: blocks kept)")
+    axes.set_ylabel("error at the output, per cent")
+    return _svg(figure, "path", "Error against share of quantised attention")
+
+
+def by_time(rows: list[dict[str, Any]]) -> str:
+    """Error at the output at each clip's flow times."""
+    figure, axes = _figure()
+    for at, component in enumerate(dict.fromkeys(row["component"] for row in rows)):
+        mine = [row for row in rows if row["component"] == component]
+        times, errors = [row["t"] for row in mine], [100 * row["relative_error"] for row in mine]
+        axes.plot(times, errors, "o", color=colour(at), markersize=5, alpha=0.7, label=component)
+    axes.set_ylim(0, 1.15 * max(100 * row["relative_error"] for row in rows) or 1)
+    axes.set_xlim(0, 1)
+    axes.set_xlabel("flow time (0 data, 1 noise: where a video begins)")
+    axes.set_ylabel("error at the output, per cent")
+    _legend(axes)
+    return _svg(figure, "times", "Error by flow time")

@@ -67,8 +67,8 @@ def install(
         component: which of its pipeline's transformers it is; a recipe may treat the two of a pair differently.
 
     Returns:
-        The layers that are now quantised (none for a bf16 recipe). Denoising steps are nobody's business here: whoever knows the step has these layers
-        compute by bf16 where the recipe keeps it (`computing_by`).
+        The layers that are now quantised (none for a bf16 recipe). Denoising steps are nobody's business here: who knows the step has these layers
+        compute by bf16 where the recipe keeps it (`stepping`).
 
     Raises:
         ConfigError: the recipe keeps a block that the model doesn't have, or it can't run on a divided sequence (`shard_sequence`).

@@ -111,6 +111,7 @@ def _record(source: _Source) -> dict[str, Any]:
         "base": str(source.base),
         "base_fingerprint": meta["model_fingerprint"],
         "max_text_tokens": meta["max_text_tokens"],  # generation pads its text to as many
+        "quantised_times": "all",  # training has no denoising steps: whatever steps the recipe keeps, it was trained for all
         "base_training": earlier.get("training"),
         "config": meta["config"],
         "versions": meta["versions"],
