@@ -74,7 +74,7 @@ def in_bf16(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DM
 def fused(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DModel:
     """Module by module: the transformer's own method doesn't reach them, and diffusers' processor goes on with the projections that were there."""
     for layer in FAMILY.attention_layers(model):
-        layer.module.fuse_projections()
+        layer.module.fuse_projections()  # type: ignore[operator]
     return model
 
 
@@ -133,8 +133,8 @@ class Naive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        kv_len = mask[:, 0, 0].sum(dim=1)
-        ctx.naive = NaiveAttention(*(x.detach().transpose(1, 2) for x in (q, k, v)), RECIPES["attn_qat"], kv_len=kv_len)
+        q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
+        ctx.naive = NaiveAttention(q, k, v, RECIPES["attn_qat"], kv_len=mask[:, 0, 0].sum(dim=1))
         return ctx.naive.forward()[0].transpose(1, 2).float()
 
     @staticmethod
@@ -297,6 +297,7 @@ def on_each_rank(degree: int) -> dict[str, float]:
     """The largest error of any output and gradient, by recipe, of a divided sequence against the whole one."""
     found = {}
     with open_mesh(ParallelConfig(sp=degree), torch.device("cpu")) as mesh:
+        assert mesh.sp_group is not None
         for recipe in ("bf16", "attn_qat", "attn_qat_packed"):
             model = make_transformer(num_attention_heads=4, attention_head_dim=16)
             inputs = make_inputs(model, frames=3, num_text=13)  # 45 video tokens; text of 9 and 4 tokens in 13

@@ -311,9 +311,10 @@ def test_what_else_is_refused(tiny: Path, tiny_pipeline: Path, tmp_path: Path) -
         FAMILY.geometry(tiny, "transformer_2")
     with pytest.raises(ConfigError, match=r"sampling.dynamic_guidance=True is not legal; legal: false for .*pipelines of hunyuanvideo have none"):
         check_sampling(tiny, replace(SAMPLING, dynamic_guidance=True))
-    for changes, message in (({"num_frames": 11}, r"11 frames don't fit this model; legal: 4n\+1, such as 9 or 13"), ({"height": 40}, "32 or 48")):
-        with pytest.raises(ConfigError, match=message):
-            check_sampling(tiny, replace(SAMPLING, **changes))
+    with pytest.raises(ConfigError, match=r"11 frames don't fit this model; legal: 4n\+1, such as 9 or 13"):
+        check_sampling(tiny, replace(SAMPLING, num_frames=11))
+    with pytest.raises(ConfigError, match="height 40 doesn't fit this model; legal: multiples of 16, such as 32 or 48"):
+        check_sampling(tiny, replace(SAMPLING, height=40))
     with pytest.raises(ConfigError, match="two_transformers=True is not legal; legal: false with family=hunyuanvideo"):
         build_pipeline(ExampleModelConfig(out=str(tmp_path / "pair"), family="hunyuanvideo", two_transformers=True))
     torn = Path(shutil.copytree(tiny, tmp_path / "torn"))

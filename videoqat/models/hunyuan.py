@@ -167,7 +167,7 @@ class HunyuanFamily:
 
     def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
         """Embeddings, pooled ones, and masks."""
-        arguments = {}
+        arguments: dict[str, Any] = {}
         for prefix, given in (("", condition), ("negative_", negative)):
             if given is not None:
                 arguments |= {f"{prefix}prompt_embeds": given["text"], f"{prefix}prompt_attention_mask": _mask(given)}

@@ -65,8 +65,15 @@ class HunyuanProcessor:
             padding_BL = torch.arange(lengths[1], device=q.device) >= text_len.unsqueeze(1)
             q_text = q_text.masked_fill(padding_BL[:, :, None, None], 0.0)
         num_video = lengths[0] if self.ulysses is None else self.ulysses.num_tokens
+        dtype = q.dtype
+        q, k, v, q_text, k_text, v_text = _in_low_precision(q, k, v, q_text, k_text, v_text)
         out_BnHD, out_text_BLHD = attend_joint(
-            *_in_low_precision(q, k, v, q_text, k_text, v_text),
+            q,
+            k,
+            v,
+            q_text,
+            k_text,
+            v_text,
             self.recipe,
             text_first=False,
             kernel=self.kernel,
@@ -74,7 +81,7 @@ class HunyuanProcessor:
             kv_len=None if text_len is None else text_len + num_video,
             observer=None if self.observer is None else functools.partial(self.observer, self.layer),
         )
-        video, text = (x.flatten(2, 3).to(q.dtype) for x in (out_BnHD, out_text_BLHD))
+        video, text = (x.flatten(2, 3).to(dtype) for x in (out_BnHD, out_text_BLHD))
         if attn.to_out is not None:
             video = attn.to_out[1](attn.to_out[0](video))
         return video, text if attn.to_add_out is None else attn.to_add_out(text)
@@ -119,8 +126,10 @@ class RefinerProcessor:
         q, k, v = _heads(attn, hidden_states, attn.to_q, attn.to_k, attn.to_v)
         kv_len = None if attention_mask is None else self._lengths(attention_mask)
         observer = None if self.observer is None else functools.partial(self.observer, self.layer)
-        out = attend(*_in_low_precision(q, k, v), self.recipe, kernel=self.kernel, ulysses=None, kv_len=kv_len, observer=observer)
-        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(q.dtype)))  # type: ignore[no-any-return]
+        dtype = q.dtype
+        q, k, v = _in_low_precision(q, k, v)
+        out = attend(q, k, v, self.recipe, kernel=self.kernel, ulysses=None, kv_len=kv_len, observer=observer)
+        return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(dtype)))  # type: ignore[no-any-return]
 
     def _lengths(self, mask_B1LL: Tensor) -> Tensor:
         """(B,) how many tokens are real.
