@@ -1,4 +1,5 @@
-"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families.
+"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families, and in models
+that are given a first frame.
 
 Plain means diffusers' transformer with the recipe and autograd, without FSDP or ZeRO, checkpointing, accumulation or sequence parallelism. 27 video
 tokens are divisible neither by 2 nor by 4.
@@ -18,7 +19,7 @@ from helpers.ranks import run_ranks
 from torch import Tensor
 
 from videoqat.config import ExampleModelConfig, ParallelConfig
-from videoqat.models.tiny import build_pipeline
+from videoqat.models.tiny import build_pipeline, cogvideox_transformer
 from videoqat.parallel.mesh import Mesh, open_mesh
 from videoqat.training.engines import make_engine
 
@@ -59,6 +60,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def expected(folders: list[Path]) -> dict[tuple[Path, int], tuple[float, dict[str, Tensor]]]:
     """By model and number of data-parallel positions."""
     return {(folder, dp): plain_gradients(folder, "attn_qat", BATCH * ACCUMULATION * dp) for folder in folders for dp in (1, 2)}
+
+
+@pytest.fixture(scope="module")
+def folders_for_images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Models that are given a first frame: Wan 2.1 (more channels, and an embedding), TI2V (times of its own for each token), CogVideoX (more channels)."""
+    root = tmp_path_factory.mktemp("models for images")
+    kinds: dict[str, dict[str, Any]] = {
+        "wan": {"image_to_video": True},
+        "ti2v": {"expand_timesteps": True},
+        "cogvideox": {"family": "cogvideox", "image_to_video": True},
+    }
+    for name, kind in kinds.items():
+        build_pipeline(ExampleModelConfig(out=str(root / name), num_layers=2, num_heads=4, head_dim=16, **kind))
+    sizes = {"num_attention_heads": 4, "attention_head_dim": 16, "sample_height": 6, "sample_width": 6}  # as large as the videos here: 27 tokens
+    cogvideox_transformer(in_channels=8, use_learned_positional_embeddings=True, **sizes).save_pretrained(root / "cogvideox" / "transformer")
+    return [enliven(root / name, root / f"{name}-alive") for name in kinds]
+
+
+def test_with_first_frames_too(folders_for_images: list[Path]) -> None:
+    layout = (1, 1, 2)
+    expected = {(folder, 1): plain_gradients(folder, "attn_qat", BATCH * ACCUMULATION) for folder in folders_for_images}
+    compare(folders_for_images, expected, layout, LAYOUTS[layout][-1:])
 
 
 def steps(folders: list[Path], layout: tuple[int, int, int], modes: list[Mode]) -> list[list[Step]]:

@@ -39,7 +39,8 @@ def tiny_job(folder: Path, recipe: str = "attn_qat", **changes: Any) -> Any:
 
 
 def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, Tensor]:
-    """Noisy latents (B, C, F, H, W), times (B,), the condition and targets, each a function of the sample's number. 27 video tokens each."""
+    """Noisy latents (B, C, F, H, W), times (B,), the condition, with a first frame where the model takes one, and targets, each a function of the
+    sample's number. 27 video tokens each."""
     family = family_of(folder)
     geometry = family.geometry(folder)
     frames, height, width = (3 * part for part in geometry.patch)
@@ -48,9 +49,10 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, 
         return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * sample + len(shape)))
 
     x_BCFHW = torch.stack([draw(sample, geometry.in_channels, frames, height, width) for sample in samples])
-    text_tokens = family.text_tokens(folder) if family.name == "cogvideox" else 7
+    any_length = family.name == "wan" and family.takes_image(folder) != "required"
+    text_tokens = 7 if any_length else family.text_tokens(folder)
     size = (1 + (frames - 1) * geometry.vae_temporal, height * geometry.vae_spatial, width * geometry.vae_spatial)
-    shapes = family.condition_shapes(folder, size, text_tokens)
+    shapes = family.condition_shapes(folder, size, text_tokens, image=True)
     conditions = [{part: draw(sample, *shape) for part, shape in shapes.items()} for sample in samples]
     t_B = torch.tensor([(0.3 + 0.37 * sample) % 1 for sample in samples])
     return x_BCFHW, t_B, family.batch_conditions(conditions, text_tokens), x_BCFHW.flip(1, 2)
@@ -59,7 +61,8 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, 
 def loss_of(family: ModelFamily, transformer: nn.Module, folder: Path, samples: list[int]) -> Tensor:
     """(B,)."""
     x_BCFHW, t_B, condition, target = batch(folder, samples)
-    return (family.forward(transformer, x_BCFHW, t_B, condition).float() - target).square().mean(dim=(1, 2, 3, 4))
+    error_BCFHW = family.forward(transformer, x_BCFHW, t_B, condition).float() - target
+    return error_BCFHW[:, :, family.given_frames(condition) :].square().mean(dim=(1, 2, 3, 4))
 
 
 def plain_gradients(folder: Path, recipe: str, num_samples: int) -> tuple[float, dict[str, Tensor]]:
