@@ -78,12 +78,33 @@ COMMANDS: dict[str, Command] = {
         "'entries=[{name: BF16, model: tiny-wan, recipe: bf16}, {name: FP4, model: tiny-wan, recipe: attn_qat}]'",
         "videoqat.evaluation.compare:plan",
     ),
+    "sensitivity": Command(
+        cfg.SensitivityConfig,
+        "videoqat.evaluation.sensitivity:sensitivity",
+        "which layers a recipe hurts, by themselves and at the model's output; which to keep in bf16; a recipe that does, report.html",
+        "videoqat sensitivity model=tiny-wan cache=cache out=sensitivity recipe=attn_qat max_kept=1",
+        "videoqat.evaluation.sensitivity:plan",
+    ),
     "compare-attention": Command(
         cfg.CompareAttentionConfig,
         "videoqat.evaluation.attention_only:compare_attention",
         "what recipes do to attention's output alone, on a model's own Q, K and V (`compare --attention-only` is the same)",
         "videoqat compare-attention --config compare-attention/training-free model=tiny-wan prompts=prompts.txt out=attention",
         "videoqat.evaluation.attention_only:plan",
+    ),
+    "serve": Command(
+        cfg.ServeConfig,
+        "app.serve:serve",
+        "an HTTP service over a queue of videos, with a worker for each GPU",
+        "videoqat serve folder=service port=8000",
+        "app.serve:plan",
+    ),
+    "worker": Command(
+        cfg.WorkerConfig,
+        "app.serve:work",
+        "one worker of a service whose server runs elsewhere",
+        "videoqat worker --config service.yaml runtime.device=cuda:0",
+        "app.serve:plan_worker",
     ),
     "bench attention": Command(
         cfg.BenchAttentionConfig,

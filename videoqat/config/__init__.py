@@ -20,7 +20,9 @@ from videoqat.config.schemas import (
     ExampleModelConfig,
     GenerateConfig,
     PreprocessConfig,
+    SensitivityConfig,
 )
+from videoqat.config.serving import LimitsConfig, MemoryConfig, ServeConfig, ServedModel, ServiceConfig, WorkerConfig
 from videoqat.config.training import ExportConfig, LoopConfig, OptimizerConfig, ParallelConfig, TrainConfig, ValidationConfig
 
 __all__ = [
@@ -28,16 +30,18 @@ __all__ = [
     "AttentionShape",
     "BenchAttentionConfig",
     "BenchTrainingConfig",
+    "CompareAttentionConfig",
     "CompareConfig",
     "CompareEntry",
-    "CompareAttentionConfig",
     "DemoConfig",
     "DoctorConfig",
     "ExampleClipsConfig",
     "ExampleModelConfig",
     "ExportConfig",
     "GenerateConfig",
+    "LimitsConfig",
     "LoopConfig",
+    "MemoryConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
@@ -45,8 +49,13 @@ __all__ = [
     "PreprocessConfig",
     "RuntimeConfig",
     "SamplingConfig",
+    "SensitivityConfig",
+    "ServeConfig",
+    "ServedModel",
+    "ServiceConfig",
     "TrainConfig",
     "ValidationConfig",
+    "WorkerConfig",
     "check_frames",
     "choice",
     "existing",

@@ -218,7 +218,7 @@ class Engine:
         return {name: [layer for layer in found if recipe.covers(layer.kind, layer.index, name)] for name, found in layers.items()}
 
     def warm_up(self, sampling: SamplingConfig, recipes: list[str]) -> None:
-        """A whole video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
+        """A video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
 
         def enough(*_: int) -> None:
             raise GenerationCancelled

@@ -1,0 +1,210 @@
+"""`videoqat serve`: the HTTP server and its workers, one process each; and `videoqat worker`, one worker alone."""
+
+import contextlib
+import dataclasses
+import importlib.util
+import socket
+import threading
+import time
+from multiprocessing import connection, get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from videoqat.config import RuntimeConfig, ServeConfig, ServiceConfig, WorkerConfig
+from videoqat.console import say
+from videoqat.errors import UserError
+from videoqat.files import writable_folder
+
+PATIENCE_S = 15.0  # for requests, then for a worker's denoising step, when the server ends
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a worker that ended is started again
+
+
+def _need_extra() -> None:
+    missing = [name for name in ("fastapi", "huey", "prometheus_client", "sqlalchemy", "uvicorn") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(f"serving needs {missing[0]}, which is not installed; legal: pip install 'videoqat[serve]'")
+
+
+def plan(config: ServeConfig) -> dict[str, Any]:
+    """What `serve` would do, checked without loading weights or opening a port: models, recipes, and the kernel of each recipe on each device.
+
+    Raises:
+        UserError: something that can't be served.
+    """
+    _need_extra()
+    devices = _devices(config)
+    shown = [_plan_device(config, device) for device in devices]
+    return {"url": f"http://{config.host}:{config.port}", "models": [model.name for model in config.models] or ["tiny-wan"], "workers": shown}
+
+
+def plan_worker(config: WorkerConfig) -> dict[str, Any]:
+    """What `work` would do, checked likewise."""
+    _need_extra()
+    return {"models": [model.name for model in config.models] or ["tiny-wan"], "workers": [_plan_device(config, config.runtime.device)]}
+
+
+def _plan_device(config: ServiceConfig, device: str) -> dict[str, Any]:
+    from videoqat.attention.backends import resolve
+    from videoqat.generation.engine import check_sampling
+    from videoqat.recipes import get_recipe
+
+    runtime = dataclasses.replace(config.runtime, device=device)
+    where, dtype = runtime.resolve()
+    kernels: dict[str, Any] = {}
+    heads = {model.name: check_sampling(model.path, model.sampled())["head_dim"] for model in config.models} or {"tiny-wan": 64}
+    for model, head_dim in heads.items():
+        for name in config.compare:
+            recipe = get_recipe("bf16" if name == "checkpoint" else dict(zip(config.recipe_names(), config.recipes, strict=True))[name])
+            receipt = resolve(recipe, where, dtype, head_dim, runtime.kernel if recipe.is_quantised else "auto")
+            kernels[f"{model}: {name}"] = {"kernel": receipt.kernel, "native": receipt.native}
+    return {"device": str(where), "dtype": str(dtype), "kernels": kernels}
+
+
+def _devices(config: ServeConfig) -> list[str]:
+    """One for each worker."""
+    import torch
+
+    if config.devices != ["auto"]:
+        for device in config.devices:
+            RuntimeConfig(device=device).resolve()
+        return list(config.devices)
+    if config.runtime.device != "auto":
+        return [config.runtime.device]
+    return [f"cuda:{i}" for i in range(torch.cuda.device_count())] or ["cpu"]
+
+
+class _Crew:
+    """The worker processes of one server: each is started again when it ends, and its video taken from it at once."""
+
+    def __init__(self, config: ServeConfig, devices: list[str], reap: Any) -> None:
+        self.config, self.reap = config, reap
+        self._context = get_context("spawn")
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._keep, args=(device,), daemon=True) for device in devices]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _keep(self, device: str) -> None:
+        """Has one worker on a device, always."""
+        pause_s = FIRST_PAUSE_S
+        while not self._stopping.is_set():
+            started = time.monotonic()
+            self._one(device)
+            if self._stopping.is_set():
+                return
+            pause_s = FIRST_PAUSE_S if time.monotonic() - started > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            self._stopping.wait(pause_s)
+
+    def _one(self, device: str) -> None:
+        """One worker's life."""
+        from app.jobs import new_identity
+
+        identity = new_identity(device)
+        runtime = dataclasses.replace(self.config.runtime, device=device)
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_worker_process, args=(dataclasses.replace(self.config, runtime=runtime), identity, theirs), name=identity
+        )
+        process.start()
+        theirs.close()
+        while not self._stopping.is_set() and not connection.wait([process.sentinel], timeout=0.2):
+            pass
+        if process.is_alive():
+            with contextlib.suppress(OSError):
+                ours.send("stop")
+            _end(process)
+        ours.close()
+        if process.exitcode:
+            say(f"worker {identity} ended with exit code {process.exitcode}")
+        with contextlib.suppress(Exception):  # a database that is away: its lease runs out
+            self.reap(identity)
+
+
+def _worker_process(config: ServiceConfig, identity: str, parent: Any) -> None:
+    from app.worker import main
+
+    raise SystemExit(main(config, identity, parent))
+
+
+def _end(process: BaseProcess) -> None:
+    process.join(PATIENCE_S)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def serve(config: ServeConfig) -> dict[str, Any]:
+    """Serves until it is told to stop (SIGTERM, or Ctrl-C). What is in progress then waits again, and is made after the next start.
+
+    Raises:
+        UserError: port, folder, database, queue or models can't be used.
+    """
+    _need_extra()
+    import uvicorn
+
+    from app.comparisons import Comparisons
+    from app.jobs import Jobs
+    from app.keeper import Keeper
+    from app.queue import Queue
+    from app.tables import open_database
+
+    writable_folder("folder", config.folder)
+    videos = writable_folder("folder", Path(config.folder).absolute() / "videos")
+    listening = _listen(config)
+    database = open_database(config.database_url())
+    jobs, comparisons = Jobs(database, config.retries, config.lease_s), Comparisons(database)
+    queue, sending = Queue(config.queue_url()), threading.Lock()
+    keeper = Keeper(jobs, comparisons, queue, sending, videos, config.keep_hours * 3600)
+    crew = _Crew(config, _devices(config), keeper.reap)
+    host, port = listening.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    crew.start()
+    try:
+        # Heavy imports here and in the workers, at the same time.
+        from app.catalogue import open_catalogue
+        from app.server import Service, create_app
+
+        app = create_app(Service(config, open_catalogue(config), jobs, comparisons, queue, sending))
+        keeper.start()
+        options: dict[str, Any] = {"log_level": "warning", "access_log": config.access_log, "server_header": False}
+        say(f"videoqat serves at {url} (its API: {url}/docs); workers are starting")
+        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE_S), **options)).run(sockets=[listening])
+    finally:
+        crew.stop()
+        keeper.stop()
+        database.dispose()
+    return {"url": url, "stopped": True}
+
+
+def work(config: WorkerConfig) -> dict[str, Any]:
+    """One worker, until it is told to stop (SIGTERM, or Ctrl-C).
+
+    Raises:
+        UserError: device, folder, database, queue or models can't be used.
+    """
+    _need_extra()
+    from app.jobs import new_identity
+    from app.worker import main
+
+    writable_folder("folder", config.folder)
+    return {"exit_code": main(config, new_identity(config.runtime.device))}
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    """The server's socket: taken before anything else is done, so that a port in use is told at once."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+    except OSError as error:
+        raise UserError(f"host={config.host!r} port={config.port} can't be listened on: {error.strerror or error}") from error
+    return listening

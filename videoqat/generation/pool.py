@@ -1,0 +1,111 @@
+"""Several checkpoints served from one device: kept as long as they fit, set aside in the host's memory when they don't, dropped when that is full."""
+
+import gc
+import json
+import math
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+
+from videoqat.config import RuntimeConfig
+from videoqat.errors import CheckpointError
+from videoqat.generation.engine import Engine
+from videoqat.generation.meter import total_memory
+
+GIB = 2**30
+DEVICE_SHARE = 0.6  # of its memory, where no budget is given: the rest is for activations
+
+
+def weights_bytes(folder: str | Path, dtype: torch.dtype) -> int:
+    """How much memory the weights of a pipeline's folder take when they are loaded in `dtype` (the VAE in float32), from the files' headers alone.
+
+    Raises:
+        CheckpointError: there are none, or one of them is torn.
+    """
+    total = 0
+    files = sorted(Path(folder).glob("*/*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no weights: its components' folders should hold .safetensors files")
+    for file in files:
+        width = 4 if file.parent.name == "vae" else dtype.itemsize
+        try:
+            with open(file, "rb") as handle:
+                header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
+            total += width * sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
+            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
+    return total
+
+
+class EnginePool:
+    """Engines by folder, at most as many on the device as a budget for weights allows; the one used longest ago goes first.
+
+    Args:
+        runtime: device, dtype and kernel of all of them.
+        device_gib: budget for weights on the device, in GiB; 0: 60 % of its memory, and a model that needs more is tried on its own.
+        host_gib: budget for weights set aside in the host's memory, from where they come back sooner than from disk. On a CPU nothing is set aside:
+            there is nowhere else to put it.
+
+    Raises:
+        ConfigError: a device that isn't there.
+    """
+
+    def __init__(self, runtime: RuntimeConfig, device_gib: float = 0.0, host_gib: float = 0.0) -> None:
+        self.runtime = runtime
+        self.device, self.dtype = runtime.resolve()
+        self.strict = device_gib > 0
+        self.device_budget = int(device_gib * GIB) or int(DEVICE_SHARE * total_memory(self.device))
+        self.host_budget = int(host_gib * GIB) if self.device.type != "cpu" else 0
+        self._on_device: OrderedDict[str, Engine] = OrderedDict()  # the one used longest ago first
+        self._aside: OrderedDict[str, Engine] = OrderedDict()
+        self._bytes: dict[str, int] = {}
+
+    @property
+    def resident(self) -> list[str]:
+        """Folders whose models are on the device now."""
+        return list(self._on_device)
+
+    @property
+    def set_aside(self) -> list[str]:
+        """Folders whose models wait in the host's memory."""
+        return list(self._aside)
+
+    def get(self, folder: str | Path) -> Engine:
+        """The engine of `folder`, on the device: as it is, brought back, or loaded. Others make room for it first.
+
+        Raises:
+            CheckpointError: the folder can't be loaded, or its weights alone are more than a budget that was given.
+        """
+        key = str(folder)
+        if key not in self._on_device:
+            needed = self._bytes.setdefault(key, weights_bytes(folder, self.dtype))
+            if self.strict and needed > self.device_budget:
+                have = f"memory.device_gib={self.device_budget / GIB:.3g}"
+                raise CheckpointError(f"{folder} needs {needed / GIB:.3g} GiB for its weights, which is more than {have} allows")
+            while self._on_device and self._sum(self._on_device) + needed > self.device_budget:
+                self._put_aside()
+            self._on_device[key] = self._bring_back(key) if key in self._aside else Engine(folder, self.runtime)
+        self._on_device.move_to_end(key)
+        return self._on_device[key]
+
+    def _sum(self, engines: "OrderedDict[str, Engine]") -> int:
+        return sum(self._bytes[key] for key in engines)
+
+    def _put_aside(self) -> None:
+        """The engine used longest ago leaves the device: into the host's memory, where others make room, or for good."""
+        key, engine = self._on_device.popitem(last=False)
+        if self._bytes[key] <= self.host_budget:
+            while self._sum(self._aside) + self._bytes[key] > self.host_budget:
+                self._aside.popitem(last=False)
+            engine.pipeline.to("cpu")
+            self._aside[key] = engine
+        del engine
+        gc.collect()  # a pipeline's parts know each other, so that only the collector frees them
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _bring_back(self, key: str) -> Engine:
+        engine = self._aside.pop(key)
+        engine.pipeline.to(self.device)
+        return engine
