@@ -1,5 +1,5 @@
-"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families, and in models
-that are given a first frame.
+"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families, and
+in models that are given a first frame.
 
 Plain means diffusers' transformer with the recipe and autograd, without FSDP or ZeRO, checkpointing, accumulation or sequence parallelism. 27 video
 tokens are divisible neither by 2 nor by 4.
@@ -64,7 +64,7 @@ def expected(folders: list[Path]) -> dict[tuple[Path, int], tuple[float, dict[st
 
 @pytest.fixture(scope="module")
 def folders_for_images(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Models that are given a first frame: Wan 2.1 (more channels, and an embedding), TI2V (times of its own for each token), CogVideoX (more channels)."""
+    """Models that are given a first frame: Wan 2.1 (more channels, an embedding), TI2V (a time for each token), CogVideoX (more channels)."""
     root = tmp_path_factory.mktemp("models for images")
     kinds: dict[str, dict[str, Any]] = {
         "wan": {"image_to_video": True},
