@@ -52,12 +52,12 @@ class HunyuanVideo15Processor:
         Raises:
             AttentionError: a mask of another shape, or one whose padding is not at the tail; rotary tables that aren't float32.
         """
-        dtype = hidden_states.dtype
         q, k, v = (project(hidden_states).unflatten(2, (attn.heads, -1)) for project in (attn.to_q, attn.to_k, attn.to_v))
         q, k = (self._rotate(x, image_rotary_emb) for x in (attn.norm_q(q), attn.norm_k(k)))
         projections = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         q_text, k_text, v_text = (project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projections)
         q_text, k_text = attn.norm_added_q(q_text), attn.norm_added_k(k_text)
+        dtype = q.dtype
         if torch.is_autocast_enabled(q.device.type):
             # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
             low = torch.get_autocast_dtype(q.device.type)
