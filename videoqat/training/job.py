@@ -165,8 +165,9 @@ def check(config: TrainConfig, world_size: int | None = None) -> Job:
     time_quantiles(config.objective, time_range)
     recipe, (device, _) = get_recipe(config.recipe), config.runtime.resolve()
     check_policy(recipe, folder)
-    legal = "another component, or recipe=bf16: nothing of it would be quantised"
-    require(component not in recipe.keep_components, f"recipe {recipe.name!r} keeps model.component", component, legal)
+    if component in recipe.keep_components:
+        what = f"recipe {recipe.name!r} keeps all of model.component={component!r} in bf16"
+        raise ConfigError(f"{what}, and nothing of it would be trained for {recipe.qk}; legal: another component, or recipe=bf16")
     layout = _layout(config, world_size, geometry.num_heads, recipe)
     accumulation = _accumulation(loop, layout)
     receipt = resolve(recipe, device, getattr(torch, loop.compute_dtype), geometry.head_dim, config.runtime.kernel, training=True)
