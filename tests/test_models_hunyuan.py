@@ -128,6 +128,23 @@ def test_in_the_blocks_padding_too_is_bitwise_stock() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def test_masks_are_of_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of pairs would be 14 GB for a video of 118,800 tokens."""
+    model = make_transformer()
+    install(model, "bf16")
+    plain, masks = F.scaled_dot_product_attention, []
+
+    def watched(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
+        masks.append(attn_mask)
+        return plain(query, key, value, attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with torch.no_grad():
+        FAMILY.forward(model, *make_inputs(model))
+    assert [mask.shape for mask in masks] == [(2, 1, 1, 11)] * 2 + [(2, 1, 1, 30 + 11)] * 2
+    assert [mask.sum(dim=3).flatten().tolist() for mask in masks] == [[9, 4]] * 2 + [[39, 34]] * 2
+
+
 class Naive(torch.autograd.Function):
     """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D), under a mask (B, 1, 1, N) of leading keys."""
 

@@ -1,4 +1,4 @@
-"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in two model families, and
+"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in three model families, and
 in models that are given a first frame.
 
 Plain means diffusers' transformer with the recipe and autograd, without FSDP or ZeRO, checkpointing, accumulation or sequence parallelism. 27 video
@@ -82,6 +82,27 @@ def test_with_first_frames_too(folders_for_images: list[Path]) -> None:
     layout = (1, 1, 2)
     expected = {(folder, 1): plain_gradients(folder, "attn_qat", BATCH * ACCUMULATION) for folder in folders_for_images}
     compare(folders_for_images, expected, layout, LAYOUTS[layout][-1:])
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dual block, a single one, and a refiner."""
+    root = tmp_path_factory.mktemp("hunyuanvideo")
+    build_pipeline(ExampleModelConfig(out=str(root / "built"), family="hunyuanvideo", num_layers=2, num_heads=4, head_dim=16))
+    return enliven(root / "built", root / "alive")
+
+
+@pytest.mark.parametrize(
+    ("layout", "modes"),
+    [((1, 1, 2), [("none", False), ("full", True)]), ((1, 2, 2), [("keep_attention", False)]), ((1, 1, 4), [("full", False, 3)])],
+    ids=["sp2", "shard2-sp2", "zero-sp4"],
+)
+def test_with_texts_of_different_length_too(hunyuan: Path, layout: tuple[int, int, int], modes: Any) -> None:
+    """HunyuanVideo, which masks their padding: 27 video tokens, and 7, 6, 5 or 4 of text."""
+    if len(modes[0]) == 3:
+        pytest.importorskip("deepspeed")
+    dp = layout[0] * layout[1]
+    compare([hunyuan], {(hunyuan, dp): plain_gradients(hunyuan, "attn_qat", BATCH * ACCUMULATION * dp)}, layout, modes)
 
 
 def steps(folders: list[Path], layout: tuple[int, int, int], modes: list[Mode]) -> list[list[Step]]:

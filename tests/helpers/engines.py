@@ -40,7 +40,7 @@ def tiny_job(folder: Path, recipe: str = "attn_qat", **changes: Any) -> Any:
 
 def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, Tensor]:
     """Noisy latents (B, C, F, H, W), times (B,), the condition, with a first frame where the model takes one, and targets, each a function of the
-    sample's number. 27 video tokens each."""
+    sample's number. 27 video tokens each; where a text's padding is masked, texts of different length."""
     family = family_of(folder)
     geometry = family.geometry(folder)
     frames, height, width = (3 * part for part in geometry.patch)
@@ -49,11 +49,14 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, 
         return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * sample + len(shape)))
 
     x_BCFHW = torch.stack([draw(sample, geometry.in_channels, frames, height, width) for sample in samples])
-    any_length = family.name == "wan" and family.takes_image(folder) != "required"
+    masked = family.name == "hunyuanvideo"
+    any_length = masked or (family.name == "wan" and family.takes_image(folder) != "required")
     text_tokens = 7 if any_length else family.text_tokens(folder)
     size = (1 + (frames - 1) * geometry.vae_temporal, height * geometry.vae_spatial, width * geometry.vae_spatial)
     shapes = family.condition_shapes(folder, size, text_tokens, image=True)
     conditions = [{part: draw(sample, *shape) for part, shape in shapes.items()} for sample in samples]
+    if masked:
+        conditions = [one | {"text": one["text"][: 7 - sample % 4]} for sample, one in zip(samples, conditions, strict=True)]
     t_B = torch.tensor([(0.3 + 0.37 * sample) % 1 for sample in samples])
     return x_BCFHW, t_B, family.batch_conditions(conditions, text_tokens), x_BCFHW.flip(1, 2)
 
