@@ -8,7 +8,7 @@ from helpers.pipelines import weightless_wan
 from torch.utils.flop_counter import FlopCounterMode
 
 from videoqat.config import ExampleModelConfig
-from videoqat.models.published import PUBLISHED
+from videoqat.models.published import published
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline
 from videoqat.recipes import get_recipe
@@ -18,7 +18,7 @@ from videoqat.training.throughput import forward_cost, peak_flops
 @pytest.mark.parametrize("size", ["1.3b", "14b"])
 def test_a_published_model_by_hand(size: str, tmp_path: Path) -> None:
     folder = weightless_wan(tmp_path / "wan", size)
-    config = PUBLISHED[f"wan2.1-t2v-{size}"]
+    config = published()[f"wan2.1-t2v-{size}"].transformer
     cost = forward_cost(str(folder), "transformer", "81x480x832", 512)
     tokens, text, layers, ffn = 21 * 30 * 52, 512, config["num_layers"], config["ffn_dim"]
     width = 128 * config["num_attention_heads"]
@@ -33,7 +33,7 @@ def test_a_published_model_by_hand(size: str, tmp_path: Path) -> None:
     assert len(cost.blocks) == layers
 
 
-@pytest.mark.parametrize("family", ["wan", "cogvideox"])
+@pytest.mark.parametrize("family", ["wan", "cogvideox", "hunyuanvideo"])
 def test_fake_tensors_count_what_real_ones_do(family: str, tmp_path: Path) -> None:
     folder = tmp_path / family
     build_pipeline(ExampleModelConfig(out=str(folder), family=family, num_layers=2))
@@ -44,13 +44,15 @@ def test_fake_tensors_count_what_real_ones_do(family: str, tmp_path: Path) -> No
     counted = {name: forward_cost(str(folder), "transformer", bucket, text_tokens, recipe, "float32") for name, recipe in recipes.items()}
     transformer = model.load_transformer(folder, "transformer", dtype=torch.float32)
     x_BCFHW = torch.randn(1, *geometry.latent_shape(9, 64, 64))
+    shapes = model.condition_shapes(folder, (9, 64, 64), text_tokens)
+    condition = model.batch_conditions([{part: torch.randn(shape) for part, shape in shapes.items()}], text_tokens)
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model.forward(transformer, x_BCFHW, torch.rand(1), {"text": torch.randn(1, text_tokens, geometry.text_dim)})  # all of it as matrix products
+        model.forward(transformer, x_BCFHW, torch.rand(1), condition)  # all of it as matrix products
     for recipe, cost in counted.items():
         assert cost.attention_flops > 0.01 * cost.linear_flops
         assert cost.linear_flops + cost.attention_flops == counter.get_total_flops(), recipe
     quantised = [call for part in counted["attn_qat"].blocks for call in part.attention if call.quantised]
-    tokens = geometry.num_tokens(9, 64, 64) + (text_tokens if family == "cogvideox" else 0)
+    tokens = geometry.num_tokens(9, 64, 64) + (0 if family == "wan" else text_tokens)
     assert [call.q_BNHD for call in quantised] == [(1, tokens, geometry.num_heads, geometry.head_dim)] * 2
     assert not any(call.quantised for part in counted["bf16"].blocks for call in part.attention)
 

@@ -112,6 +112,12 @@ COMMANDS: dict[str, Command] = {
         "time one attention call beside torch's own in the same run",
         "videoqat bench attention recipe=attn_qat num_tokens=2048 num_heads=8 head_dim=64",
     ),
+    "bench forward": Command(
+        cfg.BenchForwardConfig,
+        "videoqat.models.bench:bench_forward",
+        "time one forward of a model of published size with random weights, beside plain diffusers; the error of each quantised layer",
+        "videoqat bench forward model=cogvideox-2b 'recipes=[bf16,attn_qat]' --json forward.json",
+    ),
     "bench training": Command(
         cfg.BenchTrainingConfig,
         "videoqat.training.bench:bench_training",

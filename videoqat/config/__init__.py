@@ -7,7 +7,7 @@ No environment variable is read.
 """
 
 from videoqat.config.attention_only import CompareAttentionConfig
-from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchTrainingConfig
+from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchForwardConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, shipped, to_dict, to_yaml
@@ -29,6 +29,7 @@ __all__ = [
     "ATTENTION_SHAPES",
     "AttentionShape",
     "BenchAttentionConfig",
+    "BenchForwardConfig",
     "BenchTrainingConfig",
     "CompareAttentionConfig",
     "CompareConfig",

@@ -86,6 +86,27 @@ class BenchAttentionConfig:
 
 
 @dataclass
+class BenchForwardConfig:
+    """One forward of a published model with random weights, by recipes in turns, beside plain diffusers; and the error of each quantised layer."""
+
+    model: str = "wan2.1-t2v-1.3b"  # a name of docs/models.md, or tiny
+    size: str = ""  # FRAMESxHEIGHTxWIDTH; empty: the model's own
+    recipes: list[str] = field(default_factory=lambda: ["bf16", "attn_qat"])
+    repeats: int = 3
+    seed: int = 0
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        if self.size:
+            parse_bucket("size", self.size)
+        require(bool(self.recipes) and len(set(self.recipes)) == len(self.recipes), "recipes", self.recipes, "one or more that differ")
+        for recipe in self.recipes:
+            get_recipe(recipe)
+        require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        self.runtime.validate()
+
+
+@dataclass
 class BenchTrainingConfig:
     """Steps of training at real size with random weights, timed. Each case is a `videoqat train` of its own, under torchrun on several GPUs.
 
@@ -94,7 +115,7 @@ class BenchTrainingConfig:
     """
 
     work: str = MISSING  # a new folder for weights, samples and runs; may be removed afterwards
-    model: str = "wan2.1-t2v-1.3b"  # a key of videoqat.models.published.PUBLISHED
+    model: str = "wan2.1-t2v-1.3b"  # a name of docs/models.md
     size: str = "81x480x832"
     recipes: list[str] = field(default_factory=lambda: ["bf16", "attn_qat"])
     layouts: list[str] = field(default_factory=lambda: ["1x1x1"])

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     import torch
 
 
-def model_setting(default: str = MISSING) -> Any:
-    """A field that names a model: a diffusers folder, or org/name[@REVISION] on the hub, which becomes one before a command runs (`models.hub`)."""
-    return field(default=default, metadata={"model": True})
+def model_setting(default: str = MISSING, *, weights: bool = True) -> Any:
+    """A field that names a model: a diffusers folder, or org/name[@REVISION] on the hub, which becomes one before a command runs (`models.hub`).
+
+    Where `weights` is false, configurations are enough.
+    """
+    return field(default=default, metadata={"model": True, "weights": weights})
 
 
 @dataclass

@@ -220,15 +220,18 @@ class SensitivityConfig:
 
 @dataclass
 class DoctorConfig:
-    """What this machine can run; with a model, what that needs."""
+    """What this machine can run; with a model, what that needs; with models=true, what every published model needs."""
 
-    model: str = ""  # a diffusers folder; optional
-    size: str = "17x64x64"  # FRAMESxHEIGHTxWIDTH for which the model's tokens are counted
+    model: str = model_setting(
+        "", weights=False
+    )  # a diffusers folder, org/name[@REVISION] on the hub, or a published model's short name (docs/models.md)
+    size: str = ""  # FRAMESxHEIGHTxWIDTH for which tokens and memory are counted; empty: a published model's own, 17x64x64 for a folder
+    models: bool = False
 
     def validate(self) -> None:
-        parse_bucket("size", self.size)
-        if self.model:
-            existing("model", self.model, folder=True)
+        if self.size:
+            parse_bucket("size", self.size)
+        require(not (self.model and self.models), "models", self.models, "false where model is given")
 
 
 @dataclass

@@ -33,7 +33,7 @@ def resolve_models(config: T, *, weights: bool = True) -> T:
     for field in dataclasses.fields(config):  # type: ignore[arg-type]
         value = getattr(config, field.name)
         if field.metadata.get("model"):
-            changes[field.name] = resolve(value, weights=weights)
+            changes[field.name] = resolve(value, weights=weights and field.metadata["weights"])
         elif dataclasses.is_dataclass(value):
             changes[field.name] = resolve_models(value, weights=weights)
         elif isinstance(value, list) and value and dataclasses.is_dataclass(value[0]):
@@ -138,8 +138,6 @@ def _weights_wanted(reference: str, folder: Path, listed: list[str]) -> list[str
     Raises:
         CheckpointError: a part has none that can be read, or a shard isn't in the repository.
     """
-    from videoqat.models.weights import NOT_OURS, parts_of, shards_of, stem_of
-
     wanted = []
     for part, (library, kind) in parts_of(folder).items():
         stem = stem_of(library, kind)

@@ -22,9 +22,10 @@ def load_transformer(model_class: Any, folder: str | Path, component: str, *, dt
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = model_class.from_config(config)
-        kept = model._keep_in_fp32_modules or ()
+        kept, stored = model._keep_in_fp32_modules or (), model.state_dict().keys()
         for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
-            if tensor.is_floating_point() and not any(part in name.split(".") for part in kept):
+            # As `from_pretrained` does: what no file holds, such as rotary tables, stays as it was made.
+            if name in stored and tensor.is_floating_point() and not any(part in name.split(".") for part in kept):
                 tensor.data = tensor.data.to(dtype)
         return model.eval()
     with torch.device("meta"):

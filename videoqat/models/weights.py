@@ -5,6 +5,7 @@ a model, one .safetensors file, or several with an index that says which tensor 
 """
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -134,11 +135,15 @@ def check_complete(folder: str | Path, *, without: tuple[str, ...] = ()) -> None
             weight_files(Path(folder) / part, stem)
 
 
-def tensor_bytes(folder: str | Path, stem: str = DIFFUSERS) -> int:
-    """Bytes of a model's weights as they are stored, from the sizes of its files."""
+def num_weights(folder: str | Path, stem: str = DIFFUSERS) -> int:
+    """How many numbers a model's files hold, from their headers.
+
+    Raises:
+        CheckpointError: as `weight_files`.
+    """
     total = 0
     for path in weight_files(folder, stem):
         with open(path, "rb") as file:
             header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += max((entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"), default=0)
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total

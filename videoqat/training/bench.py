@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from videoqat.config import BenchTrainingConfig, parse_bucket, require, to_dict
+from videoqat.config import BenchTrainingConfig, choice, parse_bucket, require, to_dict
 from videoqat.console import say
 from videoqat.data.synthetic import write_cache
 from videoqat.errors import UserError
 from videoqat.files import writable_folder, write_json
-from videoqat.models.published import PUBLISHED, write_folder
+from videoqat.models.published import published, write_folder
 from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.training.bench_diffusers import measure_in_a_process
@@ -141,7 +141,7 @@ def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
     Raises:
         UserError: a model that isn't known, fewer GPUs than a layout asks for, or a case that failed.
     """
-    require(config.model in PUBLISHED, "model", config.model, ", ".join(PUBLISHED))
+    choice("model", config.model, published())
     device, _ = config.runtime.resolve()
     for layout in [*config.layouts, *([config.resume_onto] if config.resume_onto else [])]:
         wanted = math.prod(_layout(layout))
