@@ -107,6 +107,10 @@ class Sensitivity:
         self.variants = _variants(self.recipe) if config.variants else []
         self.components = [self._component(name) for name in self.family.components(config.model)]
         require(any(component.layers for component in self.components), "recipe", self.recipe.name, "one that covers a layer of this model")
+        for component in self.components:
+            low, high = self.family.flow_time_range(config.model, component.name)
+            what = f"more: none of its times falls to {component.name}, which serves flow times {low:g} to {high:g}"
+            require(bool(component.points or not component.layers), "timesteps", config.timesteps, what)
         self.settings = self._settings()
         check_out(self.out, self.settings, "sensitivity result")
 
