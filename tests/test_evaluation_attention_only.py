@@ -239,6 +239,14 @@ def test_shipped_recipes_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
         get_recipe("recipe/nothing")
 
 
+def test_the_recipes_page_names_every_shipped_recipe() -> None:
+    root = Path(__file__).resolve().parent.parent
+    page = (root / "docs" / "recipes.md").read_text()
+    files = [path.stem for path in (root / "configs" / "recipe").glob("*.yaml")]
+    assert len(files) > len(VARIANTS)
+    assert [name for name in files if not name.startswith("attn_qat_search_keep") and f"`recipe/{name}`" not in page] == []
+
+
 def test_the_flag_of_compare_is_the_command() -> None:
     words = ["--config", "compare-attention/training-free", "model=m", "prompts=p", "out=o"]
     assert build_parser().parse_args(["compare", "--attention-only", *words]).name == "compare-attention"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from videoqat.config.checks import existing, model_folder, require
-from videoqat.config.groups import RuntimeConfig, SamplingConfig
+from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
 from videoqat.recipes import get_recipe
 
 
@@ -16,7 +16,7 @@ class CompareAttentionConfig:
     FOLDER `out` gets report.json, report.md and report.html.
     """
 
-    model: str = field(default=MISSING, metadata={"model": True})  # a diffusers folder, or a name of the hub
+    model: str = model_setting()  # a diffusers folder, or org/name[@REVISION] on the hub
     recipes: list[str] = field(default_factory=lambda: ["sage3", "attn_qat", "attn_qat_search", "attn_qat_paper", "mxfp4"])  # names or files
     prompts: str = MISSING  # a text file, one prompt a line, # starts a comment
     seeds: list[int] = field(default_factory=lambda: [0])
