@@ -97,11 +97,12 @@ def tell_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        if first["type"] == "json_invalid":
-            return error_response(400, f"the body is no JSON: {first.get('ctx', {}).get('error', first['msg'])}", code="json_invalid")
-        param = ".".join(str(part) for part in first["loc"][1:]) or None
-        return error_response(422, _explain(first, param), param=param, code=first["type"])
+        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))  # of what a field could have been, the one that fits best
+        if problem["type"] == "json_invalid":
+            return error_response(400, f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}", code="json_invalid")
+        names = [str(part) for part in problem["loc"][1:]]
+        param = ".".join(name for name in names if name.isidentifier() or name.isdigit() or problem["type"] == "extra_forbidden") or None
+        return error_response(422, _explain(problem, param), param=param, code=problem["type"])
 
     @app.exception_handler(SQLAlchemyError)
     async def database(_: Request, error: SQLAlchemyError) -> JSONResponse:

@@ -171,13 +171,12 @@ def _videos(service: Service) -> APIRouter:
             remove(service.videos, row["file"])
         return api.Deleted(id=row["id"])
 
-    @router.api_route(
-        "/videos/{video_id}/content", methods=["GET", "HEAD"], responses=NOT_FOUND | CONFLICT | MP4, response_class=FileResponse, tags=["videos"]
-    )
+    @router.get("/videos/{video_id}/content", responses=NOT_FOUND | CONFLICT | MP4, response_class=FileResponse, tags=["videos"])
     def get_content(video_id: str) -> FileResponse:
         """The mp4 of a completed video, or a range of its bytes."""
         return service.content(video_id, f"video {video_id}")
 
+    router.add_api_route("/videos/{video_id}/content", get_content, methods=["HEAD"], include_in_schema=False)
     return router
 
 
@@ -213,9 +212,7 @@ def _comparisons(service: Service) -> APIRouter:
         """A ballot."""
         return _show_ballot(service, ballot_id)
 
-    @router.api_route(
-        "/ballots/{ballot_id}/{side}", methods=["GET", "HEAD"], responses=NOT_FOUND | CONFLICT | MP4, response_class=FileResponse, tags=["votes"]
-    )
+    @router.get("/ballots/{ballot_id}/{side}", responses=NOT_FOUND | CONFLICT | MP4, response_class=FileResponse, tags=["votes"])
     def get_ballot_content(ballot_id: str, side: Literal["a", "b"]) -> FileResponse:
         """One of a ballot's two videos."""
         row = service.comparisons.get_ballot(ballot_id)
@@ -237,6 +234,7 @@ def _comparisons(service: Service) -> APIRouter:
         """How each pair of model and recipe was judged, with a 95 % interval."""
         return api.VoteResults(data=[api.VoteResult(**row) for row in service.comparisons.results()])
 
+    router.add_api_route("/ballots/{ballot_id}/{side}", get_ballot_content, methods=["HEAD"], include_in_schema=False)
     return router
 
 
