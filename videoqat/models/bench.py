@@ -46,7 +46,7 @@ def bench_forward(config: BenchForwardConfig) -> dict[str, Any]:
         config, provenance, dtype, size, num_tokens, text_tokens, parameters, weight_bytes; `exit_code`;
         `contenders`: name, milliseconds (median) and the rounds, ratio (to diffusers), peak_bytes (weights among them; GPU only), receipts, finite,
         output_error (relative L2 to the bf16 recipe's output; 0 where it is the same bit for bit);
-        `layers`: name, q_std, k_std, v_std, effective_keys, bf16_error (bf16 against exact attention) and `recipes`, a mapping to bf16_distance,
+        `layers`: name, q_std, k_std, v_std, num_keys, effective_keys, bf16_error (bf16 against exact attention) and `recipes`, a mapping to bf16_distance,
         exact_error and, where it was looked at, kernel_error.
 
     Raises:
@@ -169,7 +169,8 @@ def _layers(transformer: nn.Module, run: Callable[[], Tensor], recipes: list[Att
         rows = slice(max(0, q_BNHD.shape[1] - EXACT_ROWS), None)
         exact_BRHD, effective = _exact(q_BNHD[:, rows], k_BNHD, v_BNHD)
         bf16 = attention(q_BNHD, k_BNHD, v_BNHD, "bf16")
-        one: dict[str, Any] = {"name": layer, "effective_keys": effective, "bf16_error": _distance(bf16[:, rows], exact_BRHD), "recipes": {}}
+        one: dict[str, Any] = {"name": layer, "num_keys": k_BNHD.shape[1], "effective_keys": effective, "recipes": {}}
+        one["bf16_error"] = _distance(bf16[:, rows], exact_BRHD)
         one |= {f"{name}_std": float(x.float().std()) for name, x in (("q", q_BNHD), ("k", k_BNHD), ("v", v_BNHD))}
         for recipe in recipes:
             if layer not in quantised.get(recipe.name, ()):
