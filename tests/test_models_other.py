@@ -185,8 +185,10 @@ def test_bf16_recipe_is_bitwise_the_stock_processors_under_autocast(name: str) -
     assert torch.equal(stock, ours)
 
 
-def test_fused_projections_of_flux() -> None:
-    model, inputs = make("flux")
+@pytest.mark.parametrize("name", ["flux", "ltx", "wan vace"])
+def test_fused_projections(name: str) -> None:
+    """LTX-Video's stock processor goes on with the projections that were there, and so does ours."""
+    model, inputs = make(name)
     model.fuse_qkv_projections()
     stock = run(model, inputs)
     install(model, "bf16")

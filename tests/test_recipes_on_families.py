@@ -18,7 +18,7 @@ from videoqat.attention.backends import KERNELS, record_receipts
 from videoqat.attention.functional import attention
 from videoqat.models import cogvideox, hunyuan, hunyuan15, wan
 from videoqat.models.hunyuan15_transformer import sort_on_the_device
-from videoqat.models.install import install
+from videoqat.models.install import install, observe
 from videoqat.models.spec import FAMILIES, Condition
 from videoqat.models.tiny import cogvideox_transformer
 from videoqat.models.tiny_hunyuan import hunyuan_transformer
@@ -180,3 +180,17 @@ def test_what_stands_in_a_texts_padding_changes_nothing(family: str, recipe: str
         text[i, length:] = 5.0
     with torch.no_grad():
         assert torch.equal(MODULES[family].FAMILY.forward(model_of(family), x, t, {**condition, "text": text}), out)
+
+
+@pytest.mark.parametrize("family", JOINT)
+def test_an_observer_is_shown_no_padding(family: str) -> None:
+    """What is judged by Q, K and V alone would else count keys that attention doesn't see."""
+    install(model_of(family), "attn_qat")
+    kinds = {layer.name: layer.kind for layer in MODULES[family].FAMILY.attention_layers(model_of(family))}
+    seen: list[tuple[int, ...]] = []
+    observe(model_of(family), lambda name, q, k, v: seen.append((len(q), *(x.shape[1] for x in (q, k, v)))) if kinds[name] == "joint" else None)
+    with torch.no_grad():
+        MODULES[family].FAMILY.forward(model_of(family), *inputs_of(family))
+    observe(model_of(family), None)
+    text = {"cogvideox": [], "hunyuanvideo": [9, 4], "hunyuan15": [12, 7]}[family]
+    assert seen == [(1, *[30 + length] * 3) for length in text] * 2 if text else [(2, 56, 56, 56)] * 2

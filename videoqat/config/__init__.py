@@ -10,7 +10,7 @@ from videoqat.config.attention_only import CompareAttentionConfig
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchForwardConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
-from videoqat.config.loading import load, shipped, to_dict, to_yaml
+from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
     CompareConfig,
     CompareEntry,
@@ -24,6 +24,7 @@ from videoqat.config.schemas import (
 )
 from videoqat.config.serving import LimitsConfig, MemoryConfig, ServeConfig, ServedModel, ServiceConfig, WorkerConfig
 from videoqat.config.training import ExportConfig, LoopConfig, OptimizerConfig, ParallelConfig, TrainConfig, ValidationConfig
+from videoqat.files import shipped
 
 __all__ = [
     "ATTENTION_SHAPES",

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from videoqat.config.checks import require
 from videoqat.errors import ConfigError
-from videoqat.files import shipped as shipped
+from videoqat.files import shipped
 
 T = TypeVar("T")
 

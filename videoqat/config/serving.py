@@ -11,9 +11,10 @@ from omegaconf import MISSING
 
 from videoqat.config.checks import choice, existing, require
 from videoqat.config.groups import RuntimeConfig, SamplingConfig
-from videoqat.config.loading import load, shipped
+from videoqat.config.loading import load
 from videoqat.config.schemas import GenerateConfig
 from videoqat.errors import ConfigError
+from videoqat.files import shipped
 from videoqat.recipes import RECIPES, get_recipe
 
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
