@@ -1,5 +1,4 @@
-"""First frames through the commands: what preprocess caches, from there to an exported model's video, batches of prompts with images, comparisons, and
-what is refused."""
+"""First frames through the commands: what is cached, from there to an exported model's video, batches with pictures, comparisons; what is refused."""
 
 import csv
 import dataclasses
