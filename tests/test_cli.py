@@ -113,6 +113,7 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         "generate": ["generate", f"model={model}", "prompt=a cat", f"out={out}.mp4", *SMALL],
         "compare": ["compare", entries, f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
         "compare-attention": ["compare-attention", f"model={model}", f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
+        "sensitivity": ["sensitivity", f"model={model}", f"cache={tiny_cache}", f"out={out}"],
         "bench attention": ["bench", "attention", "num_tokens=16"],
         "bench training": ["bench", "training", f"work={out}", "model=tiny", "size=5x32x32"],
         "doctor": ["doctor", f"model={model}", "size=5x32x32"],
