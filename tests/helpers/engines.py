@@ -49,7 +49,7 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, 
         return torch.randn(shape, generator=torch.Generator().manual_seed(1000 * sample + len(shape)))
 
     x_BCFHW = torch.stack([draw(sample, geometry.in_channels, frames, height, width) for sample in samples])
-    masked = family.name == "hunyuanvideo"
+    masked = family.name in ("hunyuanvideo", "hunyuan15")
     any_length = masked or (family.name == "wan" and family.takes_image(folder) != "required")
     text_tokens = 7 if any_length else family.text_tokens(folder)
     size = (1 + (frames - 1) * geometry.vae_temporal, height * geometry.vae_spatial, width * geometry.vae_spatial)
@@ -57,6 +57,8 @@ def batch(folder: Path, samples: list[int]) -> tuple[Tensor, Tensor, Condition, 
     conditions = [{part: draw(sample, *shape) for part, shape in shapes.items()} for sample in samples]
     if masked:
         conditions = [one | {"text": one["text"][: 7 - sample % 4]} for sample, one in zip(samples, conditions, strict=True)]
+    if family.name == "hunyuan15":
+        conditions = [one | {"glyph": one["glyph"][: 2 * (sample % 3)]} for sample, one in zip(samples, conditions, strict=True)]
     t_B = torch.tensor([(0.3 + 0.37 * sample) % 1 for sample in samples])
     return x_BCFHW, t_B, family.batch_conditions(conditions, text_tokens), x_BCFHW.flip(1, 2)
 
