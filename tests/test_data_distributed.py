@@ -51,20 +51,20 @@ def config(tiny_pipeline: Path, source: Path, tmp_path: Path) -> PreprocessConfi
 def on_ranks(config: PreprocessConfig) -> tuple[dict, int]:
     """What preprocess returns on a rank, and how many clips this rank put through the VAE."""
     calls = 0
-    original = precompute._Encoder.video
+    original = precompute.Encoder.video
 
     def counted(self, frames):
         nonlocal calls
         calls += 1
         return original(self, frames)
 
-    precompute._Encoder.video = counted
+    precompute.Encoder.video = counted
     return preprocess(config), calls
 
 
 def killed_on_ranks(config: PreprocessConfig, dies: int) -> None:
     """Rank `dies` is killed before its third clip."""
-    calls, original = 0, precompute._Encoder.video
+    calls, original = 0, precompute.Encoder.video
 
     def mortal(self, frames):
         nonlocal calls
@@ -73,7 +73,7 @@ def killed_on_ranks(config: PreprocessConfig, dies: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self, frames)
 
-    precompute._Encoder.video = mortal
+    precompute.Encoder.video = mortal
     preprocess(config)
 
 

@@ -120,10 +120,10 @@ def test_clips_that_go_through_the_vae_together_are_what_each_is_alone(config: P
     """Three at a time, of four different clips: a full batch, and a rest. One clip is there twice, in the same batch."""
     (source / "0b.mp4").write_bytes((source / "0.mp4").read_bytes())
     (source / "0b.txt").write_bytes((source / "0.txt").read_bytes())
-    sizes, real = [], precompute._Encoder.video
+    sizes, real = [], precompute.Encoder.video
     together = replace(config, out=str(tmp_path / "together"), batch_size=3)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precompute._Encoder, "video", lambda self, clips: (sizes.append(len(clips)), real(self, clips))[1])
+        patch.setattr(precompute.Encoder, "video", lambda self, clips: (sizes.append(len(clips)), real(self, clips))[1])
         made = preprocess(together)
     assert (made["samples"], made["encoded"], made["reused"]) == (5, 4, 1)
     assert sorted(filter(None, sizes)) == [1, 3]
@@ -214,8 +214,8 @@ def test_a_decoder_that_fails_in_a_new_way_does_not_stop_the_run(config: Preproc
 
 
 def test_encoders_that_give_nan_are_noticed(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = precompute._Encoder.video
-    monkeypatch.setattr(precompute._Encoder, "video", lambda self, clips: [latents * float("nan") for latents in real(self, clips)])
+    real = precompute.Encoder.video
+    monkeypatch.setattr(precompute.Encoder, "video", lambda self, clips: [latents * float("nan") for latents in real(self, clips)])
     with pytest.raises(DataError, match="no usable clip: 4 not finite"):
         preprocess(config)
     assert not (Path(config.out) / "index.json").exists()
@@ -249,7 +249,7 @@ def test_nothing_is_remade_when_only_times_change(config: PreprocessConfig, sour
     shards = shard_times(config)
     for path in source.iterdir():
         os.utime(path, (1, 1))
-    monkeypatch.setattr(precompute._Encoder, "encoders", property(lambda self: pytest.fail("nothing is to be encoded")))
+    monkeypatch.setattr(precompute.Encoder, "encoders", property(lambda self: pytest.fail("nothing is to be encoded")))
     assert preprocess(config)["encoded"] == 0
     assert shard_times(config) == shards
 
@@ -350,11 +350,11 @@ SLOW_RUN = """
 import sys, time
 from videoqat.config import ModelConfig, PreprocessConfig
 from videoqat.data import precompute
-real = precompute._Encoder.video
+real = precompute.Encoder.video
 def slow(self, frames):
     time.sleep(0.15)
     return real(self, frames)
-precompute._Encoder.video = slow
+precompute.Encoder.video = slow
 model, source, out = sys.argv[1:]
 settings = dict(buckets=["5x32x32"], shard_samples=2, max_text_tokens=16)
 precompute.preprocess(PreprocessConfig(model=ModelConfig(path=model), source=source, out=out, **settings))
@@ -427,7 +427,7 @@ def test_cache_can_be_read_by_others(config: PreprocessConfig) -> None:
 
 
 def test_plan_checks_everything_and_loads_nothing(config: PreprocessConfig, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(precompute._Encoder, "encoders", property(lambda self: pytest.fail("a plan loads no weights")))
+    monkeypatch.setattr(precompute.Encoder, "encoders", property(lambda self: pytest.fail("a plan loads no weights")))
     monkeypatch.setattr(precompute, "decode_to_bucket", lambda *a: pytest.fail("a plan decodes nothing"))
     (source / "3.txt").unlink()
     planned = json.loads(json.dumps(plan(config)))
