@@ -19,6 +19,10 @@ from videoqat.errors import NonFiniteError, UserError, WorkerLost
 from videoqat.files import write_json
 
 EXIT_BAD_INPUT = 2
+GROUPS = {  # commands of two words, by their first
+    "bench": "timings: `videoqat bench attention`, `videoqat bench training`",
+    "evidence": "what 4-bit attention costs and what training wins back: `videoqat evidence judge`",
+}
 
 
 def _keys(schema: Any, prefix: str = "") -> list[str]:
@@ -65,16 +69,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"videoqat {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    bench = None
+    groups: dict[str, Any] = {}
     for name, command in COMMANDS.items():
-        if name.startswith("bench "):
-            if bench is None:
-                bench = subparsers.add_parser("bench", help="timings: `videoqat bench attention`, `videoqat bench training`").add_subparsers(
-                    required=True, metavar="WHAT"
-                )
-            _add_command(bench, name, command)
-        else:
-            _add_command(subparsers, name, command)
+        group, _, word = name.partition(" ")
+        if word and group not in groups:
+            groups[group] = subparsers.add_parser(group, help=GROUPS[group]).add_subparsers(required=True, metavar="WHAT")
+        _add_command(groups[group] if word else subparsers, name, command)
     return parser
 
 

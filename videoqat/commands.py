@@ -106,6 +106,18 @@ COMMANDS: dict[str, Command] = {
         "videoqat worker --config service.yaml runtime.device=cuda:0",
         "app.serve:plan_worker",
     ),
+    "evidence train-judges": Command(
+        cfg.TrainJudgesConfig,
+        "videoqat.evaluation.judges:train_judges",
+        "train the two networks that judge generated videos, on real clips; how often they are right is measured on others",
+        "videoqat evidence train-judges out=judges.safetensors",
+    ),
+    "evidence judge": Command(
+        cfg.JudgeConfig,
+        "videoqat.evaluation.judges:judge",
+        "how many generated videos show the garment and the direction that their captions name",
+        "videoqat evidence judge videos=videos --json judged.json",
+    ),
     "bench attention": Command(
         cfg.BenchAttentionConfig,
         "videoqat.attention.bench:bench_attention",

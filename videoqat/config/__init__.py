@@ -9,6 +9,7 @@ No environment variable is read.
 from videoqat.config.attention_only import CompareAttentionConfig
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchForwardConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
+from videoqat.config.evidence import JudgeConfig, TrainJudgesConfig
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
@@ -41,6 +42,7 @@ __all__ = [
     "ExampleModelConfig",
     "ExportConfig",
     "GenerateConfig",
+    "JudgeConfig",
     "LimitsConfig",
     "LoopConfig",
     "MemoryConfig",
@@ -56,6 +58,7 @@ __all__ = [
     "ServedModel",
     "ServiceConfig",
     "TrainConfig",
+    "TrainJudgesConfig",
     "ValidationConfig",
     "WorkerConfig",
     "check_frames",

@@ -62,7 +62,7 @@ def _read_idx(path: Path) -> np.ndarray:
         if raw[:3] != b"\0\0\x08":
             raise ValueError("not an idx file of unsigned bytes")
         shape = np.frombuffer(raw, ">u4", count=raw[3], offset=4)
-        return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(tuple(int(n) for n in shape))
+        return np.array(np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3])).reshape(tuple(int(n) for n in shape))
     except (OSError, EOFError, ValueError) as error:
         raise DataError(f"photos: {str(found)!r} can't be read: {error}") from error
 
