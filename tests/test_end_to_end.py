@@ -104,19 +104,29 @@ def test_garments_through_cogvideox(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_garments_through_hunyuanvideo(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["hunyuanvideo", "hunyuan15"])
+def test_garments_through_hunyuanvideo(family: str, tmp_path: Path) -> None:
     """And a comparison at the end."""
     clips, pipeline, prompts = tmp_path / "clips", tmp_path / "pipeline", tmp_path / "prompts.txt"
     run("example-clips", f"out={clips}", "num_clips=4", "num_frames=9", "fps=8")
-    run("example-model", f"out={pipeline}", "family=hunyuanvideo", "num_layers=2")
+    run("example-model", f"out={pipeline}", f"family={family}", "num_layers=2")
     walk(clips, pipeline, tmp_path, "attn_qat", frames=9)
     prompts.write_text("a sneaker moves left")
     entries = [f"{{name: base, model: {pipeline}}}", f"{{name: trained, model: {tmp_path / 'exported'}, recipe: attn_qat}}"]
     run(
-        *("compare", f"entries=[{', '.join(entries)}]", f"prompts={prompts}", f"out={tmp_path / 'compared'}", f"validation_cache={tmp_path / 'cache'}"),
+        *(
+            "compare",
+            f"entries=[{', '.join(entries)}]",
+            f"prompts={prompts}",
+            f"out={tmp_path / 'compared'}",
+            f"validation_cache={tmp_path / 'cache'}",
+        ),
         *("validation_samples=2", "validation_timesteps=1", "sampling.num_frames=9", "sampling.height=48", "sampling.num_inference_steps=1"),
         "sampling.max_text_tokens=24",
     )
     base, trained = json.loads((tmp_path / "compared" / "report.json").read_text())["entries"]
-    assert list(trained["layers"]) == ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
+    assert list(trained["layers"]) == [
+        "transformer_blocks.0.attn",
+        "single_transformer_blocks.0.attn" if family == "hunyuanvideo" else "transformer_blocks.1.attn",
+    ]
     assert trained["validation"]["loss"] < base["validation"]["loss"]

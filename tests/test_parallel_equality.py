@@ -1,5 +1,5 @@
-"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in three model families, and
-in models that are given a first frame.
+"""Every layout computes what one plain process does: the loss and each parameter's gradient to 5e-6, with 4-bit attention, in four model families,
+and in models that are given a first frame.
 
 Plain means diffusers' transformer with the recipe and autograd, without FSDP or ZeRO, checkpointing, accumulation or sequence parallelism. 27 video
 tokens are divisible neither by 2 nor by 4.
@@ -86,7 +86,7 @@ def test_with_first_frames_too(folders_for_images: list[Path]) -> None:
 
 @pytest.fixture(scope="module")
 def folders_with_masks(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """HunyuanVideo: a dual block, a single one, and a refiner; 1.5, given a first frame: two dual blocks, a refiner, and the last block's text unused."""
+    """HunyuanVideo: a dual block, a single one, a refiner; 1.5, given a first frame: two dual blocks, of which the last has no use for its text."""
     root = tmp_path_factory.mktemp("models with masks")
     for family in ("hunyuanvideo", "hunyuan15"):
         image = family == "hunyuan15"
