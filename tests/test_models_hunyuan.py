@@ -213,10 +213,11 @@ def test_padding_has_no_say(recipe: str) -> None:
     """Whatever stands there, and with recipes, too, that quantise many queries together."""
     model = make_transformer(attention_head_dim=64)
     install(model, recipe)
-    x, t_B, condition = make_inputs(model)
-    real_BL1 = (torch.arange(11) < condition["text_len"].unsqueeze(1)).unsqueeze(2)
-    garbage = condition["text"].masked_fill(~real_BL1, 7.0)
-    shorter = condition["text"] * (torch.arange(11) < torch.tensor([[8], [4]])).unsqueeze(2)  # one real token less
+    x, t_B, condition = make_inputs(model, num_text=48)
+    position_L = torch.arange(48)
+    padding_BL1 = (position_L >= condition["text_len"].unsqueeze(1)).unsqueeze(2)
+    garbage = condition["text"] + 7 * padding_BL1 * torch.randn(2, 48, 24, generator=torch.Generator().manual_seed(3))
+    shorter = condition["text"] * (position_L < torch.tensor([[8], [4]])).unsqueeze(2)  # one real token less
     with torch.no_grad():
         expected, ours, other = (FAMILY.forward(model, x, t_B, condition | {"text": text}) for text in (condition["text"], garbage, shorter))
     assert torch.equal(ours, expected)
