@@ -41,7 +41,7 @@ class AttentionLayer:
 
     Attributes:
         name: module path, such as `blocks.3.attn1`.
-        index: number of the transformer block it sits in; what `AttentionRecipe.keep_layers` counts.
+        index: number of the transformer block it sits in; what `AttentionRecipe.keep_layers` counts. Negative in a refiner, before block 0.
         kind: `self` (video tokens only), `joint` (text and video), `cross` (video to text) or `refiner` (text only, before the blocks).
         module: the module whose processor is exchanged.
         num_heads, head_dim: of its queries.

@@ -1,5 +1,5 @@
 """Complete pipelines small enough to train on two CPU cores, built offline from configuration: a `WanPipeline`, a `CogVideoXPipeline`, each also for
-images, with first frames given.
+images, with first frames given; and those of HunyuanVideo (see `tiny_hunyuan` and `tiny_hunyuan15`).
 
 Every part is a real one. Wan: `WanTransformer3DModel`, `AutoencoderKLWan` with trained weights (see `tiny_vae`), a `UMT5EncoderModel`, a fast
 tokenizer, `UniPCMultistepScheduler` with a flow shift. CogVideoX: `CogVideoXTransformer3DModel` with rotary embedding, as 5B has it,
