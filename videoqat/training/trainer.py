@@ -16,6 +16,7 @@ from videoqat.console import is_rank_zero, progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.errors import NonFiniteError, UserError
 from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.models.hub import origin
 from videoqat.models.install import divided_by
 from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
 from videoqat.provenance import provenance, versions
@@ -133,7 +134,11 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         if chosen:
             engine.restore(chosen)
         state.remove_leftovers(out / "checkpoints")
-        session: dict[str, Any] = provenance(str(mesh.device)) | {"layout": str(mesh.layout), "first_step": first}
+        session: dict[str, Any] = provenance(str(mesh.device)) | {
+            "layout": str(mesh.layout),
+            "first_step": first,
+            "model": origin(config.model.path),
+        }
         session["resumed_from"] = str(chosen) if chosen else None
         ulysses = divided_by(engine.transformer)
         session |= {"engine": config.parallel.engine, "ulysses": None if ulysses is None else ulysses.describe(job.recipe)}
@@ -152,6 +157,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
         wire = "" if ulysses is None else f"; q, k and v travel {'as 4-bit codes' if session['ulysses']['wire'] == 'packed' else 'as they are'}"
         say(f"attention: recipe {job.recipe.name} in {len(engine.layers)} layers ({how}){wire}")
+        if job.recipe.keep_first_steps or job.recipe.keep_last_steps:
+            say(f"recipe {job.recipe.name} keeps denoising steps in bf16; training has no steps, and quantises at all times")
 
     faults = Faults()
     receipts = stack.enter_context(record_receipts())
