@@ -356,6 +356,8 @@ class Engine:
                 **({"use_dynamic_cfg": True} if sampling.dynamic_guidance else {}),
                 output_type="np",
             )
+        if pipeline is not self.pipeline:
+            self.pipeline.maybe_free_model_hooks()  # one that was made for this call doesn't know what is offloaded
         frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
         total_s = watch.seconds(started, watch.mark())
         text_s, image_s, steps_s, vae_s = ([watch.seconds(*span) for span in spans[stage]] for stage in ("text", "image", "step", "vae"))
