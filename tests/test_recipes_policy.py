@@ -12,6 +12,7 @@ import torch
 from helpers.pipelines import enliven
 from helpers.training import tiny_config
 
+from videoqat.attention.backends import record_receipts
 from videoqat.config import CompareConfig, CompareEntry, ExportConfig, GenerateConfig, RuntimeConfig, SamplingConfig
 from videoqat.errors import ConfigError, UserError
 from videoqat.evaluation import compare
@@ -197,6 +198,13 @@ def test_an_early_end_leaves_the_recipe_as_it_was(engine: Engine):
     assert np.array_equal(engine.generate(PROMPT, 1, SAMPLING, recipe).frames, whole)
 
 
+def test_warming_up_reaches_a_step_that_is_quantised(engine: Engine, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("base: attn_qat\nname: mine\nkeep_first_steps: 1\n")
+    with record_receipts() as receipts:
+        engine.warm_up(SAMPLING, [str(tmp_path / "mine.yaml")])
+    assert {receipt.recipe: receipt.calls for receipt in receipts}["mine"] == 2 * 2  # two layers, with and without the prompt: one step
+
+
 def test_errors_by_layer_are_of_quantised_steps_alone(engine: Engine):
     errors = LayerErrors(engine, AttentionRecipe("first", keep_layers=(0,), keep_first_steps=2))
     with errors.watching():
@@ -256,9 +264,12 @@ def test_training_quantises_at_all_times_and_the_export_remembers(model: Path, t
     assert "was trained for recipe mine and runs here with recipe attn_qat" in warnings[0]
 
 
-def test_a_transformer_that_the_recipe_keeps_whole_is_not_trained_by_it(pair: Path, tiny_cache: Path, tmp_path: Path):
+def test_training_knows_which_transformer_of_a_pair_it_trains(pair: Path, tiny_cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     recipe = tmp_path / "mine.json"
-    recipe.write_text(json.dumps({"base": "attn_qat", "name": "mine", "keep_components": ["transformer"]}))
+    recipe.write_text(json.dumps({"base": "attn_qat", "name": "mine", "keep_components": ["transformer"], "keep_layers_in": {"transformer_2": [0]}}))
+    wish = {"recipe": str(recipe), "train__steps": 1, "train__health_every": 0}
+    train(tiny_config(pair, tiny_cache, tmp_path / "second", model__component="transformer_2", **wish))
+    assert "attention: recipe mine in 1 layers" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"recipe 'mine' keeps all of model\.component='transformer' in bf16"):
         train(tiny_config(pair, tiny_cache, tmp_path / "run", recipe=str(recipe)))
 

@@ -7,6 +7,7 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,16 +219,19 @@ class Engine:
         return {name: [layer for layer in found if recipe.covers(layer.kind, layer.index, name)] for name, found in layers.items()}
 
     def warm_up(self, sampling: SamplingConfig, recipes: list[str]) -> None:
-        """A video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
+        """A video of one step, then the first quantised step under each of `recipes`, so that no later video of that size pays for compiling or
+        allocating."""
 
-        def enough(*_: int) -> None:
-            raise GenerationCancelled
+        def enough(kept: int, done: int, _: int) -> None:
+            if done > kept:
+                raise GenerationCancelled
 
         image = Image.new("RGB", (sampling.width, sampling.height)) if self.family.takes_image(self.folder) == "required" else None
         self.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16", image=image)
         for recipe in recipes:
             with contextlib.suppress(GenerationCancelled):
-                self.generate("warm-up", 0, sampling, recipe, image=image, on_step=enough)
+                kept = choose_recipe(self.folder, recipe)[0].keep_first_steps
+                self.generate("warm-up", 0, sampling, recipe, image=image, on_step=functools.partial(enough, kept))
 
     def _warn(self, warning: str) -> None:
         if warning not in self._said:
