@@ -254,6 +254,7 @@ class WorkerState(BaseModel):
 
     id: str
     host: str
+    pid: int
     device: str
     state: Literal["starting", "ready", "busy"]
     models: list[str] = Field(description="those on its device")

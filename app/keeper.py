@@ -64,9 +64,11 @@ class Keeper:
             self._stopping.wait(EVERY_S)
 
     def reap(self, worker: str | None = None) -> None:
-        """Videos of dead workers wait again, or fail."""
+        """Videos of dead workers, or of one that is known to be dead, wait again, or fail."""
         for ended in self.jobs.reap(worker):
             say(f"{ended.id}: its worker is gone; it is {ended.status} now")
+        if worker is not None:
+            self.jobs.unregister(worker)
 
     def resend(self) -> None:
         """Messages for waiting videos that have none. One more than needed does no harm."""

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import importlib.util
+import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import connection, get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -77,7 +79,7 @@ def _devices(config: ServeConfig) -> list[str]:
 class _Crew:
     """The worker processes of one server: each is started again when it ends, and its video taken from it at once."""
 
-    def __init__(self, config: ServeConfig, devices: list[str], reap: Any) -> None:
+    def __init__(self, config: ServeConfig, devices: list[str], reap: Callable[[str], None]) -> None:
         self.config, self.reap = config, reap
         self._context = get_context("spawn")
         self._stopping = threading.Event()
@@ -166,6 +168,7 @@ def serve(config: ServeConfig) -> dict[str, Any]:
     crew = _Crew(config, _devices(config), keeper.reap)
     host, port = listening.getsockname()[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    _when_told_to_stop(_stop_starting)
     crew.start()
     try:
         # Heavy imports here and in the workers, at the same time.
@@ -176,12 +179,24 @@ def serve(config: ServeConfig) -> dict[str, Any]:
         keeper.start()
         options: dict[str, Any] = {"log_level": "warning", "access_log": config.access_log, "server_header": False}
         say(f"videoqat serves at {url} (its API: {url}/docs); workers are starting")
+        _when_told_to_stop(lambda *_: None)  # uvicorn listens to signals itself, and sends them on to us when it has ended
         uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE_S), **options)).run(sockets=[listening])
+    except KeyboardInterrupt:
+        say("videoqat serve: told to stop while it was starting")
     finally:
         crew.stop()
         keeper.stop()
         database.dispose()
     return {"url": url, "stopped": True}
+
+
+def _when_told_to_stop(handler: Callable[[int, Any], None]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, handler)
+
+
+def _stop_starting(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def work(config: WorkerConfig) -> dict[str, Any]:

@@ -68,22 +68,18 @@ class Running:
 
         wait_for(is_ready, "a worker is ready")
 
-    def kill(self) -> None:
-        """The server alone ends, without a word."""
+    def kill(self, *others: int) -> None:
+        """The server ends, and the processes with these numbers, without a word; nobody else."""
         self.process.kill()
+        for other in others:
+            os.kill(other, signal.SIGKILL)
         self.process.wait()
         self.http.close()
 
-    def kill_worker(self) -> None:
-        """Its worker ends, without a word."""
-        os.kill(self.worker_pid(), signal.SIGKILL)
-
     def worker_pid(self) -> int:
         """Of the only worker."""
-        tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
-        children = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-        (worker,) = [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        return worker
+        (worker,) = self.http.get("/v1/queue").json()["workers"]
+        return int(worker["pid"])
 
     def stop(self) -> int:
         """Told to end, it does. Returns its exit code."""
