@@ -46,7 +46,7 @@ class ExampleModelConfig:
     num_heads: int = 2
     head_dim: int = 64
     two_transformers: bool = False
-    image_to_video: bool = False  # with wan as Wan 2.1 has it, and with two_transformers as 2.2 A14B; with cogvideox as 5B
+    image_to_video: bool = False  # with wan as Wan 2.1 has it, and with two_transformers as 2.2 A14B; with cogvideox as 5B; with hunyuan15
     expand_timesteps: bool = False  # wan: as Wan 2.2 TI2V-5B, which does with or without a first frame
     seed: int = 0
 
@@ -107,7 +107,7 @@ class GenerateConfig:
     recipe: str = "checkpoint"  # checkpoint: the one in the folder's videoqat.json (bf16 if there is none); else a recipe's name or file
     prompt: str = ""
     prompts: str = ""  # a file of them, instead of one
-    image: str = ""  # of one video, for a model that takes one: its first frame, stretched to the video's size as the pipeline does
+    image: str = ""  # of one video, for a model that takes one: its first frame, brought to the video's size as the pipeline does
     samples_per_prompt: int = 1  # of a prompt in the file
     seed: int = 0
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs

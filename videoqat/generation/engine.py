@@ -266,7 +266,7 @@ class Engine:
             seed: of the initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
             sampling: size, steps, guidance, flow shift.
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
-            image: the first frame, for a model that takes one, of any size: the pipeline stretches it.
+            image: the first frame, for a model that takes one, of any size: the pipeline stretches or crops it.
             on_step: called with (steps done, steps in all) after each denoising step. What it raises, such as `GenerationCancelled`, ends the call,
                 and the device is free.
             condition: what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline has no text encoder;

@@ -50,8 +50,8 @@ def check_image(folder: str | Path, path: str | Path, key: str = "image") -> str
 
 
 def stretched(image: Image.Image, height: int, width: int) -> list[str]:
-    """A warning where an image hasn't the shape of the video that begins with it: pipelines stretch it."""
+    """A warning where an image hasn't the shape of the video that begins with it: pipelines stretch it, or cut what is too much (HunyuanVideo 1.5)."""
     change = (image.width / image.height) / (width / height)
     if 1 / STRETCH < change < STRETCH:
         return []
-    return [f"the image has {image.height}x{image.width} pixels (height x width) and is stretched to the video's {height}x{width}"]
+    return [f"the image has {image.height}x{image.width} pixels (height x width) and is stretched or cropped to the video's {height}x{width}"]
