@@ -106,6 +106,19 @@ COMMANDS: dict[str, Command] = {
         "videoqat worker --config service.yaml runtime.device=cuda:0",
         "app.serve:plan_worker",
     ),
+    "evidence run": Command(
+        cfg.EvidenceConfig,
+        "videoqat.evaluation.evidence:run",
+        "train one base in several ways, with several seeds, and measure each under several recipes: the rows of a table, resumable one by one",
+        "videoqat evidence run --config evidence/short base=tiny-wan cache=cache held_out=cache_held_out out=evidence",
+        "videoqat.evaluation.evidence:plan",
+    ),
+    "evidence measure": Command(
+        cfg.MeasureConfig,
+        "videoqat.evaluation.evidence:measure",
+        "one of its rows: one model under one recipe, its loss on held-out clips, its videos, and whether these show what was asked for",
+        "videoqat evidence measure model=tiny-wan recipe=attn_qat cache=cache_held_out out=row",
+    ),
     "evidence train-judges": Command(
         cfg.TrainJudgesConfig,
         "videoqat.evaluation.judges:train_judges",

@@ -9,7 +9,7 @@ No environment variable is read.
 from videoqat.config.attention_only import CompareAttentionConfig
 from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchForwardConfig, BenchTrainingConfig
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
-from videoqat.config.evidence import JudgeConfig, TrainJudgesConfig
+from videoqat.config.evidence import EvidenceConfig, JudgeConfig, MeasureConfig, Row, Training, TrainJudgesConfig
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
@@ -38,6 +38,7 @@ __all__ = [
     "CompareEntry",
     "DemoConfig",
     "DoctorConfig",
+    "EvidenceConfig",
     "ExampleClipsConfig",
     "ExampleModelConfig",
     "ExportConfig",
@@ -45,12 +46,14 @@ __all__ = [
     "JudgeConfig",
     "LimitsConfig",
     "LoopConfig",
+    "MeasureConfig",
     "MemoryConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "ParallelConfig",
     "PreprocessConfig",
+    "Row",
     "RuntimeConfig",
     "SamplingConfig",
     "SensitivityConfig",
@@ -59,6 +62,7 @@ __all__ = [
     "ServiceConfig",
     "TrainConfig",
     "TrainJudgesConfig",
+    "Training",
     "ValidationConfig",
     "WorkerConfig",
     "check_frames",

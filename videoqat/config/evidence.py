@@ -1,10 +1,13 @@
-"""What the evidence can be told: the judges of generated videos."""
+"""What the evidence can be told: the table, one of its measurements, and the judges of generated videos."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import existing, require
+from videoqat.config.checks import choice, existing, model_folder, require
+from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
+from videoqat.recipes import get_recipe
 
 
 @dataclass
@@ -41,3 +44,110 @@ class JudgeConfig:
         existing("videos", self.videos, folder=True)
         if self.judges:
             existing("judges", self.judges)
+
+
+@dataclass
+class Training:
+    """One way to train the base on, done once for each seed."""
+
+    name: str = MISSING
+    recipe: str = "bf16"
+    steps: int = 1000
+    lr: float = 2e-4
+    settings: list[str] = field(default_factory=list)  # more `key=value` of `train`
+
+
+@dataclass
+class Row:
+    """One line of the table: the weights of a training (or the base itself) under a recipe."""
+
+    name: str = MISSING
+    training: str = ""  # a training's name; empty: the base
+    recipe: str = "bf16"
+    reference: str = ""  # the row that its loss is held against, such as BF16 after as many steps; empty: the table's
+    plain: str = ""  # likewise, the row whose gap is what there is to win back
+
+
+@dataclass
+class MeasureConfig:
+    """One model under one recipe, as one JSON: its loss on held-out clips, its videos, and what these show."""
+
+    model: str = model_setting()
+    recipe: str = "bf16"
+    cache: str = MISSING  # held-out clips, as preprocess wrote them with this model
+    samples: int = 256  # clips of it, spread evenly
+    timesteps: int = 4  # noise levels of each
+    prompts: str = ""  # a file of captions; empty: no videos
+    seed: int = 0  # of the first video; each has the next
+    out: str = MISSING  # a folder for result.json and videos/
+    reference: str = ""  # such a folder of another row: its videos are those that this one's are held against
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        model_folder("model", self.model)
+        get_recipe(self.recipe)
+        existing("cache", self.cache, folder=True)
+        for key in ("samples", "timesteps"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        if self.prompts:
+            existing("prompts", self.prompts)
+        if self.reference:
+            existing("reference", self.reference, folder=True)
+        self.sampling.validate()
+        self.runtime.validate()
+
+
+@dataclass
+class EvidenceConfig:
+    """A table of what 4-bit attention costs and what training wins back: trainings from one base, and rows that measure them, for several seeds.
+
+    Everything is resumed by the same command: trainings from their checkpoints, rows that are there are not measured again.
+    """
+
+    base: str = model_setting()
+    cache: str = MISSING  # training clips, as preprocess wrote them
+    held_out: str = MISSING  # others, which nothing was tuned on
+    out: str = MISSING
+    trainings: list[Training] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    reference: str = ""  # the row that losses and videos are held against; empty: the first
+    plain: str = ""  # the row whose gap is what there is to win back; empty: the second
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
+    train: list[str] = field(default_factory=list)  # `key=value` of `train`, for all trainings
+    samples: int = 256
+    timesteps: int = 4
+    prompts: str = ""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    at_once: int = 1  # processes on each device
+    minutes: float = 0.0  # after which nothing new is begun; 0: no limit
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        model_folder("base", self.base)
+        existing("cache", self.cache, folder=True)
+        existing("held_out", self.held_out, folder=True)
+        require(len(self.rows) >= 2, "rows", len(self.rows), "two or more: the reference, and what is held against it")
+        names = [row.name for row in self.rows]
+        for kind, given in (("rows", names), ("trainings", [training.name for training in self.trainings])):
+            require(len(set(given)) == len(given), kind, given, "names that differ")
+            require(all(re.fullmatch(r"[\w.+ -]+", name) for name in given), kind, given, "names of letters, digits, spaces and . _ + -")
+        trainings = ["", *(training.name for training in self.trainings)]
+        for row in self.rows:
+            choice(f"rows: training of {row.name!r}", row.training, trainings)
+            get_recipe(row.recipe)
+            for key in ("reference", "plain"):
+                choice(f"rows: {key} of {row.name!r}", getattr(row, key), ["", *names])
+        for training in self.trainings:
+            get_recipe(training.recipe)
+            require(training.steps >= 1, f"trainings: steps of {training.name!r}", training.steps, "at least 1")
+        for key in ("reference", "plain"):
+            choice(key, getattr(self, key), ["", *names])
+        require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "one or more that differ")
+        for key in ("samples", "timesteps", "at_once"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.minutes >= 0, "minutes", self.minutes, "0 (no limit) or more")
+        if self.prompts:
+            existing("prompts", self.prompts)
+        self.sampling.validate()
+        self.runtime.validate()

@@ -1,0 +1,180 @@
+"""The table of the evidence in small: trainings and rows in processes of their own, resumed row by row, and the page that is made of them."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from videoqat.commands import execute
+from videoqat.config import EvidenceConfig, Row, SamplingConfig, Training, load
+from videoqat.errors import ConfigError
+from videoqat.evaluation import evidence
+from videoqat.evaluation.evidence import chains, gather, plan, run
+from videoqat.evaluation.evidence_table import render, summarise
+
+TRAIN = ["train.batch_size=2", "train.compute_dtype=float32", "train.health_every=0", "train.save_every=100"]
+TRAININGS = [Training("bf16", "bf16", 3, 1e-3), Training("qat", "attn_qat", 3, 1e-3)]
+ROWS = [Row("NVFP4", "bf16", "attn_qat"), Row("BF16", "bf16", "bf16"), Row("base", "", "bf16"), Row("Attn-QAT", "qat", "attn_qat")]
+
+
+@contextmanager
+def in_this_process() -> Iterator[list[list[str]]]:
+    """Commands are run here, one after the other: starting a process takes seconds. Yields the words of each."""
+    begun: list[list[str]] = []
+
+    def command(runner: evidence._Runner, words: list[str], log: Path) -> None:
+        begun.append(words)
+        name = " ".join(words[: 1 + (words[0] == "evidence")])
+        execute(name, None, words[1 + (words[0] == "evidence") :], show_config=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evidence._Runner, "_command", command)
+        yield begun
+
+
+@pytest.fixture(scope="module")
+def made(tiny_pipeline: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[EvidenceConfig, dict]:
+    """Two trainings of three steps and four rows, with one video each."""
+    out = tmp_path_factory.mktemp("evidence")
+    (out / "prompts.txt").write_text("a sneaker moves left\n")
+    config = EvidenceConfig(
+        base=str(tiny_pipeline), cache=str(tiny_cache), held_out=str(tiny_cache), out=str(out / "table"), trainings=TRAININGS, rows=ROWS,
+        reference="BF16", plain="NVFP4", seeds=[3], train=TRAIN, samples=4, timesteps=2, prompts=str(out / "prompts.txt"),
+        sampling=SamplingConfig(num_frames=17, height=32, width=32, num_inference_steps=1),
+    )  # fmt: skip
+    assert len(plan(config)["missing"]) == 4
+    with in_this_process():
+        return config, run(config)
+
+
+def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> None:
+    told = made[1]
+    assert told["problems"] == []
+    assert told["exit_code"] == 0
+    rows = {row["name"]: row for row in told["rows"]}
+    assert set(rows) == {"NVFP4", "BF16", "base", "Attn-QAT"}
+    losses = {name: row["clip_losses"] for name, row in rows.items()}
+    assert all(len(clips) == 4 for clips in losses.values())
+    assert losses["BF16"] != losses["NVFP4"]  # the same weights, other attention
+    assert losses["BF16"] != losses["base"]  # other weights, the same attention
+    assert rows["Attn-QAT"]["recipe"]["name"] == "attn_qat"
+    assert {training["name"]: len(training["grad_norm"]) for training in told["trainings"]} == {"bf16": 1, "qat": 1}  # step 1; then every tenth
+    for name, row in rows.items():
+        (video,) = row["videos"]
+        assert video["seed"] == 3000
+        assert video["fidelity"]["identical"] is (name == "BF16")  # the floor: rendered again, the same
+        assert row["judged"]["videos"] == 1
+    assert rows["NVFP4"]["videos"][0]["fidelity"]["ssim_mean"] < 1
+
+
+def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceConfig, dict]) -> None:
+    config, told = made
+    (Path(config.out) / "rows" / "attn-qat-seed3" / "result.json").unlink()
+    assert plan(config)["missing"] == [str(Path(config.out) / "rows" / "attn-qat-seed3")]
+    with in_this_process() as begun:
+        again = run(config)
+    assert [words[:2] for words in begun] == [["evidence", "measure"]]
+    assert [row["clip_losses"] for row in again["rows"]] == [row["clip_losses"] for row in told["rows"]]
+
+
+def test_what_a_name_stands_for_cannot_change(made: tuple[EvidenceConfig, dict]) -> None:
+    config, _ = made
+    more = replace(config, rows=[*ROWS, Row("MXFP4", "bf16", "mxfp4")], seeds=[3, 4], minutes=1e-9)
+    with pytest.raises(ConfigError, match=r"training 'qat'|trainings 'qat'"):
+        run(replace(config, trainings=[TRAININGS[0], replace(TRAININGS[1], steps=4)]))
+    with pytest.raises(ConfigError, match="samples=5"):
+        run(replace(config, samples=5))
+    told = run(more)  # no time: nothing is begun, and what is there is gathered
+    assert told["exit_code"] == 1
+    assert all("the time is over" in problem for problem in told["problems"])
+    assert len(told["rows"]) == 4
+
+
+def test_a_failing_training_is_told_and_stops_no_other(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    """In processes of their own, both at once: a training that can't be done, and a row of the base."""
+    config, _ = made
+    broken = Training("broken", "bf16", 1, 1e-3, ["train.batch_size=1000"])
+    rows = [Row("broken", "broken"), Row("base", "")]
+    changed = replace(
+        config, out=str(tmp_path / "table"), trainings=[broken], rows=rows, plain="", prompts="", samples=1, reference="base", at_once=2
+    )
+    told = run(changed)
+    assert [row["name"] for row in told["rows"]] == ["base"]
+    (problem,) = told["problems"]
+    assert "broken-seed3: train" in problem
+    assert "batch_size=1000" in problem
+    assert told["exit_code"] == 1
+
+
+def test_chains_with_the_reference_come_first_and_it_leads_them(made: tuple[EvidenceConfig, dict]) -> None:
+    first, rest = chains(replace(made[0], seeds=[0, 1]))
+    assert [(chain.seed, [row.name for row in chain.rows]) for chain in first] == [(0, ["BF16", "NVFP4"]), (1, ["BF16", "NVFP4"])]
+    assert [(chain.seed, [row.name for row in chain.rows]) for chain in rest] == [(0, ["base"]), (0, ["Attn-QAT"]), (1, ["base"]), (1, ["Attn-QAT"])]
+
+
+def _row(name: str, seed: int, losses: list[float]) -> dict:
+    video = {"fidelity": {"psnr_mean": 20.0 + seed, "ssim_mean": 0.5}, "flicker": 1.0}
+    judged = {"videos": 4, "garment": {"right": 3}, "direction": {"right": 4 - seed}}
+    return {"name": name, "seed": seed, "training": "", "recipe": {"name": "bf16"}, "clip_losses": losses, "videos": [video], "judged": judged}
+
+
+def test_what_is_won_back_is_worked_out_seed_by_seed() -> None:
+    """Two seeds whose references differ by far more than the gaps."""
+    names = [{"name": name, "reference": "", "plain": ""} for name in ("BF16", "NVFP4", "QAT", "missing")]
+    rows = [_row(n, 0, [1.0 + d, 2.0 + d]) for n, d in (("BF16", 0.0), ("NVFP4", 0.1), ("QAT", 0.02))]
+    rows += [_row(n, 1, [5.0 + d, 7.0 + d]) for n, d in (("BF16", 0.0), ("NVFP4", 0.2), ("QAT", 0.1))]
+    bf16, nvfp4, qat = summarise({"config": {"rows": names, "reference": "", "plain": "", "seeds": [0, 1]}, "rows": rows})
+    assert (bf16["gap"]["mean"], bf16["recovered"], nvfp4["recovered"]) == (0.0, None, None)
+    assert nvfp4["gap"]["mean"] == pytest.approx(0.15)
+    assert qat["recovered"]["low"] == pytest.approx(0.5)
+    assert qat["recovered"]["high"] == pytest.approx(0.8)
+    assert qat["recovered"]["mean"] == pytest.approx(0.65)
+    assert qat["gap"]["sd"] == pytest.approx(0.08 / math.sqrt(2))
+    assert qat["direction"]["share"] == 7 / 8
+    assert qat["psnr"] == 20.5
+
+
+def test_page_is_made_of_what_was_measured(made: tuple[EvidenceConfig, dict]) -> None:
+    told = json.loads(json.dumps(made[1]))
+    page = render("{{ main() }}\n\n{{ videos() }}\n\n{{ norms() }}\n{{ row('NVFP4').gap.mean }}\n{{ runs }}\n", [told])
+    assert page.count("| NVFP4 |") == 2
+    assert "| BF16 | 1 | identical | 1.0000 |" in page
+    assert f"{summarise(told)[0]['gap']['mean']}" in page
+    with pytest.raises(KeyError, match="MXFP4"):
+        render("{{ row('MXFP4') }}", [told])
+
+
+@pytest.mark.parametrize("name", ["main", "tuning", "ablations", "short"])
+def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Path) -> None:
+    given = {"base": tiny_pipeline, "cache": tiny_cache, "held_out": tiny_cache, "out": "table"}
+    config = load(EvidenceConfig, f"evidence/{name}", [f"{key}={value}" for key, value in given.items()])
+    first, rest = chains(config)
+    assert sum(len(chain.rows) for chain in first + rest) == len(config.rows) * len(config.seeds)
+    assert {row.training for row in config.rows} - {""} == {training.name for training in config.trainings}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rows": ROWS[:1]}, "two or more"),
+        ({"rows": [ROWS[0], ROWS[0]]}, "names that differ"),
+        ({"rows": [ROWS[0], Row("x", "nowhere")]}, "training of 'x'='nowhere'"),
+        ({"reference": "nobody"}, "reference='nobody'"),
+        ({"seeds": []}, "seeds"),
+        ({"rows": [ROWS[0], Row("a/b")]}, "names of letters"),
+    ],
+)
+def test_bad_tables_are_refused_before_anything_is_begun(made: tuple[EvidenceConfig, dict], change: dict, words: str, tmp_path: Path) -> None:
+    config = replace(made[0], out=str(tmp_path / "none"), **{"reference": "", "plain": "", **change})
+    with pytest.raises(ConfigError, match=words):
+        run(config)
+    assert not (tmp_path / "none").exists()
+
+
+def test_gathering_needs_no_process(made: tuple[EvidenceConfig, dict]) -> None:
+    config, told = made
+    assert [row["name"] for row in gather(config)["rows"]] == [row["name"] for row in told["rows"]]
