@@ -336,3 +336,13 @@ def test_it_runs_in_one_process(model: Path, tiny_cache: Path, tmp_path: Path, m
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="sensitivity runs in one process; legal: without torchrun"):
         plan(configured(model, tiny_cache, tmp_path / "out"))
+
+
+@pytest.mark.gpu
+def test_a_gpu_finds_the_same(model: Path, tiny_cache: Path, tmp_path: Path, result: dict[str, Any]):
+    found = sensitivity(configured(model, tiny_cache, tmp_path / "out", max_kept=1, runtime=RuntimeConfig(device="cuda", dtype="float32")))
+    assert "torch" not in {receipt["kernel"] for receipt in found["receipts"]}
+    for ours, theirs in zip(found["attention"], result["attention"], strict=True):
+        assert ours["relative_error"] == pytest.approx(theirs["relative_error"], rel=0.02)
+    assert found["proposal"]["kept"] == {"transformer": [BAD]}
+    assert found["proposal"]["measured_anew"]["relative_error"] == pytest.approx(found["path"][1]["error"], rel=1e-3)

@@ -113,7 +113,7 @@ class Probe:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self._folder, self._component, self._recipe, self._kernel = folder, component, recipe, kernel
+        self._folder, self.component, self._recipe, self._kernel = folder, component, recipe, kernel
         self._cache, self._num_times, self._device = cache, num_times, device
         self._family = family_of(folder)
         self._schedule = self._family.noise_schedule(folder)
@@ -143,7 +143,7 @@ class Probe:
         def compared(output: Tensor, by: str) -> dict[str, Any]:
             if not output.isfinite().all():
                 where = f"clip {self._cache.samples[point.sample].id}, flow times {list(point.times)}"
-                raise NonFiniteLoss(f"{self._folder}: {self._component} yields NaN or inf, {by}: {where}")
+                raise NonFiniteLoss(f"{self._folder}: {self.component} yields NaN or inf, {by}: {where}")
             losses = (output - target)[:, :, given:].double().square().mean(dim=(1, 2, 3, 4))
             return {**sums_of(output[:, :, given:], reference[:, :, given:], 0), "losses": losses.tolist()}
 
@@ -179,7 +179,7 @@ class Probe:
             return self._family.forward(self._transformer, *inputs).float()
 
     def _install(self, recipe: AttentionRecipe) -> list[AttentionLayer]:
-        return install(self._transformer, recipe, kernel=self._kernel, family=self._family, component=self._component)
+        return install(self._transformer, recipe, kernel=self._kernel, family=self._family, component=self.component)
 
     @contextlib.contextmanager
     def _under(self, choice: Choice) -> Iterator[None]:

@@ -14,6 +14,7 @@ The output folder holds `sensitivity.json`, `report.html`, `recipe.yaml` (where 
 """
 
 import dataclasses
+import gc
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,6 +112,7 @@ class Sensitivity:
             low, high = self.family.flow_time_range(config.model, component.name)
             what = f"more: none of its times falls to {component.name}, which serves flow times {low:g} to {high:g}"
             require(bool(component.points or not component.layers), "timesteps", config.timesteps, what)
+        self._probe: Probe | None = None
         self.settings = self._settings()
         check_out(self.out, self.settings, "sensitivity result")
 
@@ -185,10 +187,7 @@ class Sensitivity:
         todo = [at for at, found in enumerate(component.found) if not found or any(choice.name not in found["choices"] for choice in choices)]
         if not todo:
             return
-        config = self.config
-        probe = Probe(
-            config.model, component.name, self.recipe, config.runtime.kernel, self.cache, config.timesteps, device=self.device, dtype=self.dtype
-        )
+        probe = self._probe_of(component.name)
         with progress(total=len(todo) * (1 + len(choices)), desc=f"{component.name}: {what}", unit="forward") as bar:
             for at in todo:
                 before = component.found[at]
@@ -197,6 +196,17 @@ class Sensitivity:
                 ran = [{key: value for key, value in receipt.to_dict().items() if key != "calls"} for receipt in receipts]
                 component.found[at]["receipts"] = [*before.get("receipts", []), *(one for one in ran if one not in before.get("receipts", []))]
                 write_json(self._part(component.name, component.points[at]), component.found[at])
+
+    def _probe_of(self, component: str) -> Probe:
+        """The transformer in memory, loaded unless it is the one that was measured last."""
+        if self._probe is None or self._probe.component != component:
+            self._probe = None  # two large transformers need not fit together
+            gc.collect()
+            config = self.config
+            self._probe = Probe(
+                config.model, component, self.recipe, config.runtime.kernel, self.cache, config.timesteps, device=self.device, dtype=self.dtype
+            )
+        return self._probe
 
     # What follows from the measurements
 
