@@ -22,6 +22,7 @@ from videoqat.models.hunyuan15 import FAMILY
 from videoqat.models.install import install, observe
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline
+from videoqat.models.tiny_mosaic import MIXTURE
 from videoqat.training.objective import shift_time
 
 SAMPLING = SamplingConfig(num_frames=9, height=32, width=48, num_inference_steps=3, guidance_scale=6.0, max_text_tokens=16)
@@ -129,6 +130,17 @@ def test_quoted_text_that_is_cut_is_told(engine: Engine, capsys: pytest.CaptureF
     told = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
     assert len(told) == 1
     assert "quoted text has 270 tokens, of which the model sees the first 256" in told[0]
+
+
+def test_large_videos_are_coded_in_tiles(engine: Engine) -> None:
+    """As diffusers codes them after `enable_tiling`; the VAE's attention over all of a real video would need more memory than there is."""
+    video = torch.rand(1, 3, 1, 272, 32, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    vae, seen = engine.pipeline.vae, []
+    hook = vae.encoder.register_forward_pre_hook(lambda module, args: seen.append(tuple(args[0].shape[3:])))
+    latents = FAMILY.encode_video(engine.pipeline, video)
+    hook.remove()
+    assert seen == [(256, 32), (80, 32)]
+    torch.testing.assert_close(latents, F.avg_pool3d(video, (1, 4, 4)).transpose(1, 4).matmul(MIXTURE.T).transpose(1, 4) * 2, atol=1e-4, rtol=0)
 
 
 def test_video_is_coded_as_a_mosaic_and_decoded_by_the_pipeline(engine: Engine) -> None:

@@ -50,7 +50,7 @@ def check_image(folder: str | Path, path: str | Path, key: str = "image") -> str
 
 
 def stretched(image: Image.Image, height: int, width: int) -> list[str]:
-    """A warning where an image hasn't the shape of the video that begins with it: pipelines stretch it, or cut what is too much (HunyuanVideo 1.5)."""
+    """A warning where an image hasn't the shape of the video that begins with it: pipelines stretch it, or crop it (HunyuanVideo 1.5)."""
     change = (image.width / image.height) / (width / height)
     if 1 / STRETCH < change < STRETCH:
         return []
