@@ -76,12 +76,12 @@ def stock_pipeline(name: str, folder: Path) -> Any:
     return pipeline
 
 
-def call(pipeline: Any, name: str, picture: Image.Image, steps: int = 2, guidance_scale: float = 3.0) -> Any:
+def call(pipeline: Any, name: str, picture: Image.Image, steps: int = 2, guidance_scale: float = 3.0, **more: Any) -> Any:
     frames, height, width = size_of(name)
     tokens = 26 if name.startswith("cogvideox") else 512
     return pipeline(
         image=picture, prompt="a bag moves up", height=height, width=width, num_frames=frames, num_inference_steps=steps, output_type="np",
-        guidance_scale=guidance_scale, generator=torch.Generator().manual_seed(3), max_sequence_length=tokens,
+        guidance_scale=guidance_scale, generator=torch.Generator().manual_seed(3), max_sequence_length=tokens, **more,
     ).frames[0]  # fmt: skip
 
 
@@ -97,6 +97,15 @@ def test_engine_renders_bitwise_the_stock_videos_under_bf16(name: str, folders: 
     quantised = engine.generate("a bag moves up", 3, sampling_of(name), "attn_qat", image=picture)
     assert not np.array_equal(other.frames, stock)
     assert not np.array_equal(quantised.frames, stock)
+
+
+def test_the_second_transformer_has_a_guidance_of_its_own(folders: dict[str, Path], picture: Image.Image) -> None:
+    """Its part of two steps is the second."""
+    engine = Engine(folders["wan-pair"], RuntimeConfig(device="cpu"))
+    ours = engine.generate("a bag moves up", 3, sampling_of("wan-pair", guidance_scale_2=7.0), "bf16", image=picture).frames
+    stock = call(stock_pipeline("wan-pair", folders["wan-pair"]), "wan-pair", picture, guidance_scale_2=7.0)
+    assert np.array_equal(ours, np.rint(stock * 255).astype(np.uint8))
+    assert not np.array_equal(ours, engine.generate("a bag moves up", 3, sampling_of("wan-pair"), "bf16", image=picture).frames)
 
 
 def test_ti2v_without_an_image_is_what_it_was(folders: dict[str, Path], picture: Image.Image) -> None:
