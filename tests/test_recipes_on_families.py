@@ -26,16 +26,16 @@ from videoqat.models.tiny_hunyuan15 import hunyuan15_transformer
 from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "recipe"
-KEEPS_BLOCKS_OF_ITS_OWN_MODEL = ["attn_qat_search_keep_ends"]
-SHIPPED = [path.stem for path in sorted(CONFIGS.glob("*.yaml")) if path.stem not in KEEPS_BLOCKS_OF_ITS_OWN_MODEL]
-ALL = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised} | {name: get_recipe(f"recipe/{name}") for name in SHIPPED}
+FILES = {path.stem: get_recipe(f"recipe/{path.stem}") for path in sorted(CONFIGS.glob("*.yaml"))}
+SHIPPED = [name for name, recipe in FILES.items() if not recipe.keep_layers]  # others keep blocks of a model of their own
+ALL = {name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised} | {name: FILES[name] for name in SHIPPED}
 Inputs = tuple[Tensor, Tensor, Condition]
 
 
 class Reference:
     """The dense reference in the place of a kernel, with what was asked of it."""
 
-    BY_NAME_ONLY = ("cpu",)
+    BY_NAME_ONLY = ("cpu", "cuda")
 
     def __init__(self) -> None:
         self.calls: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
@@ -104,10 +104,13 @@ def inputs_of(family: str, frames: int = 2) -> Inputs:
     return torch.stack(xs), torch.tensor([0.2, 0.7]), MODULES[family].FAMILY.batch_conditions(conditions, 26 if family == "cogvideox" else 11)
 
 
-def run(family: str, recipe: str | AttentionRecipe, kernel: str = "auto", frames: int = 2) -> Tensor:
-    install(model_of(family), recipe, kernel=kernel)
+def run(family: str, recipe: str | AttentionRecipe, kernel: str = "auto", frames: int = 2, device: str = "cpu") -> Tensor:
+    model = model_of(family).to(device)
+    install(model, recipe, kernel=kernel)
+    x, t, condition = inputs_of(family, frames)
     with torch.no_grad():
-        out: Tensor = MODULES[family].FAMILY.forward(model_of(family), *inputs_of(family, frames))
+        out: Tensor = MODULES[family].FAMILY.forward(model, x.to(device), t.to(device), {key: value.to(device) for key, value in condition.items()})
+    model.to("cpu")
     return out
 
 
@@ -134,6 +137,19 @@ def test_every_recipe_runs_on_every_family_as_the_reference_computes_it(family: 
     effect = error(run(family, "bf16"), expected)
     assert effect > 5e-4
     assert error(ours, expected) < effect / 5  # in fact 1e-6, unless a code hangs on the last bits of its input
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("family", MODULES)
+def test_every_recipe_runs_on_a_gpu_as_the_reference_computes_it(family: str, name: str, dense: Reference) -> None:
+    """By whichever kernel serves it there. What isn't quantised is rounded to bf16 on the way, so that the errors are larger than on the CPU."""
+    with record_receipts() as receipts:
+        ours = run(family, ALL[name], frames=10, device="cuda")
+    assert sum(receipt.calls for receipt in receipts if receipt.recipe == name) == 2
+    expected = run(family, ALL[name], "reference", frames=10, device="cuda")
+    assert len(dense.calls) == 2
+    assert error(ours, expected) < max(error(run(family, "bf16", frames=10, device="cuda"), expected) / 5, 3e-3)
 
 
 JOINT = ["cogvideox", "hunyuanvideo", "hunyuan15"]
