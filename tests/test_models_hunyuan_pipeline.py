@@ -12,17 +12,21 @@ import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
+from helpers.engines import tiny_job
 from helpers.pipelines import change_weights
 from torch import Tensor
 
-from videoqat.config import ExampleModelConfig, RuntimeConfig, SamplingConfig
+from videoqat.config import ExampleModelConfig, ParallelConfig, RuntimeConfig, SamplingConfig
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.models.hunyuan import FAMILY
 from videoqat.models.install import install, observe
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline
+from videoqat.parallel.mesh import open_mesh
+from videoqat.training.engines import make_engine
 from videoqat.training.objective import shift_time
+from videoqat.training.samples import _takes_what_pipelines_give
 
 SAMPLING = SamplingConfig(num_frames=9, height=32, width=48, num_inference_steps=3, guidance_scale=6.0, max_text_tokens=16)
 PROMPTS = ["a sneaker moves left", "", "word " * 60]
@@ -229,6 +233,19 @@ def test_16_bits_leave_the_vae_in_float32(tiny: Path) -> None:
     frames = engine.generate("a bag", 0, replace(SAMPLING, num_inference_steps=1), "bf16").frames
     assert {engine.transformers["transformer"].dtype, engine.pipeline.text_encoder.dtype, engine.pipeline.text_encoder_2.dtype} == {torch.bfloat16}
     assert (set(seen), frames.std() > 1) == ({torch.float32}, True)
+
+
+def test_a_transformer_in_training_renders_in_its_compute_dtype(tiny: Path) -> None:
+    """The pipeline takes what FSDP shards for a model in float32."""
+    job = tiny_job(tiny, train__compute_dtype="bfloat16")
+    with open_mesh(ParallelConfig(), torch.device("cpu")) as mesh:
+        training = make_engine(job, mesh)
+        pipeline = FAMILY.load_encoders(tiny, device="cpu", dtype=torch.float32)
+        pipeline.register_modules(transformer=training.transformer)
+        assert training.transformer.dtype == torch.float32  # what the pipeline makes its tensors of
+        with torch.no_grad(), _takes_what_pipelines_give(training.transformer):
+            result = Engine(tiny, RuntimeConfig(device="cpu"), pipeline).generate("a bag", 0, replace(SAMPLING, true_cfg_scale=2.0), "attn_qat")
+    assert result.frames.std() > 1
 
 
 def test_a_prompt_that_is_cut_is_told(engine: Engine) -> None:

@@ -60,7 +60,8 @@ def _takes_what_pipelines_give(transformer: nn.Module) -> Iterator[None]:
 
     def cast(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         dtype = compute_dtype(transformer)
-        return args, {name: value.to(dtype) if "hidden_states" in name and value is not None else value for name, value in kwargs.items()}
+        floats = [name for name, value in kwargs.items() if ("hidden_states" in name or name == "pooled_projections") and value is not None]
+        return args, kwargs | {name: kwargs[name].to(dtype) for name in floats}
 
     handle = transformer.register_forward_pre_hook(cast, with_kwargs=True)
     try:
