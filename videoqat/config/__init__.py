@@ -7,10 +7,17 @@ No environment variable is read.
 """
 
 from videoqat.config.attention_only import CompareAttentionConfig
-from videoqat.config.bench import ATTENTION_SHAPES, AttentionShape, BenchAttentionConfig, BenchForwardConfig, BenchTrainingConfig
+from videoqat.config.bench import (
+    ATTENTION_SHAPES,
+    AttentionShape,
+    BenchAttentionConfig,
+    BenchForwardConfig,
+    BenchGenerationConfig,
+    BenchTrainingConfig,
+)
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.evidence import EvidenceConfig, JudgeConfig, MeasureConfig, Row, Training, TrainJudgesConfig
-from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
+from videoqat.config.groups import GenerationRuntimeConfig, ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
     CompareConfig,
@@ -32,6 +39,7 @@ __all__ = [
     "AttentionShape",
     "BenchAttentionConfig",
     "BenchForwardConfig",
+    "BenchGenerationConfig",
     "BenchTrainingConfig",
     "CompareAttentionConfig",
     "CompareConfig",
@@ -43,6 +51,7 @@ __all__ = [
     "ExampleModelConfig",
     "ExportConfig",
     "GenerateConfig",
+    "GenerationRuntimeConfig",
     "JudgeConfig",
     "LimitsConfig",
     "LoopConfig",

@@ -107,6 +107,31 @@ class BenchForwardConfig:
 
 
 @dataclass
+class BenchGenerationConfig:
+    """Whole videos of a Wan model of published size with random weights: stages timed, by recipes in turns, beside plain diffusers."""
+
+    model: str = "wan2.1-t2v-1.3b"  # a text-to-video Wan of docs/models.md, or tiny
+    size: str = ""  # FRAMESxHEIGHTxWIDTH; empty: the model's own
+    recipes: list[str] = field(default_factory=lambda: ["bf16", "attn_qat"])
+    num_inference_steps: int = 4
+    guidance_scale: float = 5.0
+    repeats: int = 2  # videos of each that are timed
+    seed: int = 0  # of the weights
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def validate(self) -> None:
+        if self.size:
+            parse_bucket("size", self.size)
+        require(bool(self.recipes) and len(set(self.recipes)) == len(self.recipes), "recipes", self.recipes, "one or more that differ")
+        for recipe in self.recipes:
+            get_recipe(recipe)
+        for key in ("num_inference_steps", "repeats"):
+            require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.guidance_scale >= 0, "guidance_scale", self.guidance_scale, "0 or more")
+        self.runtime.validate()
+
+
+@dataclass
 class BenchTrainingConfig:
     """Steps of training at real size with random weights, timed. Each case is a `videoqat train` of its own, under torchrun on several GPUs.
 

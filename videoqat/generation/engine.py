@@ -19,13 +19,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from videoqat.attention.backends import record_receipts
-from videoqat.config import RuntimeConfig, SamplingConfig, require
+from videoqat.config import GenerationRuntimeConfig, RuntimeConfig, SamplingConfig, require
 from videoqat.console import say
 from videoqat.errors import CheckpointError, GenerationCancelled, NonFiniteVideo
 from videoqat.generation.images import check_taken, stretched
 from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory
 from videoqat.models.install import check_policy, install, installed_recipe, stepping
 from videoqat.models.spec import AttentionLayer, Condition, family_of, read_model_json, read_recipe
+from videoqat.models.weights import check_complete
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 
@@ -161,7 +162,7 @@ def doubts_about(frames_FHWC: NDArray[np.uint8]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _watched(owner: Any, method: str, after: Callable[[Mark, Mark, Any], None], mark: Callable[[], Mark]) -> Iterator[None]:
+def watched(owner: Any, method: str, after: Callable[[Mark, Mark, Any], None], mark: Callable[[], Mark]) -> Iterator[None]:
     """While open, every `owner.method(...)` is followed by `after(start, end, result)`; the result itself passes unchanged."""
     original = getattr(owner, method)
 
@@ -197,11 +198,33 @@ class Engine:
         self.device, self.dtype = runtime.resolve()
         self.family = family_of(folder)
         self.has_folders_weights = pipeline is None
-        self.pipeline = self.family.load_pipeline(folder, device=self.device, dtype=self.dtype) if pipeline is None else pipeline
+        self.pipeline = self._load() if pipeline is None else pipeline
         self.pipeline.set_progress_bar_config(disable=True)
         self.transformers: dict[str, torch.nn.Module] = {name: getattr(self.pipeline, name) for name in self.family.components(folder)}
         self._scheduler = self.pipeline.scheduler
         self._said: set[str] = set()
+
+    def _load(self) -> Any:
+        """The folder's pipeline, where and how `runtime` wants it.
+
+        Raises:
+            CheckpointError: a part or one of its files is missing, or torn.
+            ConfigError: its VAE can't be tiled or sliced.
+        """
+        check_complete(self.folder)
+        how = self.runtime if isinstance(self.runtime, GenerationRuntimeConfig) else GenerationRuntimeConfig()
+        pipeline = self.family.load_pipeline(self.folder, device="cpu" if how.offload != "none" else self.device, dtype=self.dtype)
+        for wanted, name in ((how.vae_tiling, "tiling"), (how.vae_slicing, "slicing")):
+            if wanted:
+                able = hasattr(pipeline.vae, f"enable_{name}")
+                require(able, f"runtime.vae_{name}", True, f"false for {self.folder}: its {type(pipeline.vae).__name__} has no {name}")
+                getattr(pipeline.vae, f"enable_{name}")()
+        # diffusers' own hooks bring a part (or a module) to the device when it is called, and with it our processors, which hold no tensors.
+        if how.offload == "model":
+            pipeline.enable_model_cpu_offload(device=self.device)
+        elif how.offload == "sequential":
+            pipeline.enable_sequential_cpu_offload(device=self.device)
+        return pipeline
 
     def install(self, recipe: AttentionRecipe) -> dict[str, list[str]]:
         """Puts `recipe` into every transformer; where it is in already, it stays, and with it whoever observes.
@@ -335,9 +358,9 @@ class Engine:
         with (
             record_receipts() as receipts,
             stepping([layer for layers in self._quantised(chosen).values() for layer in layers], chosen, sampling.num_inference_steps) as begin_step,
-            _watched(pipeline, "encode_prompt", after_text, watch.mark),
-            _watched(pipeline.vae, "encode", after_image, watch.mark),
-            _watched(pipeline.vae, "decode", after_decode, watch.mark),
+            watched(pipeline, "encode_prompt", after_text, watch.mark),
+            watched(pipeline.vae, "encode", after_image, watch.mark),
+            watched(pipeline.vae, "decode", after_decode, watch.mark),
         ):
             if condition is None:
                 text: dict[str, Any] = {"prompt": prompt, "negative_prompt": sampling.negative_prompt}
