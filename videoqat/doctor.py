@@ -11,7 +11,7 @@ from videoqat.attention.backends import resolve
 from videoqat.config import DoctorConfig, TrainConfig, parse_bucket, require
 from videoqat.console import say
 from videoqat.errors import AttentionError, CheckpointError
-from videoqat.generation.memory import generation_memory
+from videoqat.generation.memory import decoding_memory, generation_memory
 from videoqat.models.hub import origin
 from videoqat.models.published import TINY, published, write_folder
 from videoqat.models.spec import family_of, read_recipe
@@ -80,22 +80,25 @@ def _training_memory(folder: Path, component: str, num_heads: int, size: str, te
 def _encoders_in(folder: Path) -> dict[str, int] | None:
     """Part -> numbers of its weights, of a folder's encoders; None where their files aren't there."""
     others = {*family_of(folder).components(folder), "vae"}
-    encoders = {part: stem_of(*kind) for part, kind in parts_of(folder).items() if part not in others}
+    encoders = {part: stem_of(part, library) for part, (library, _) in parts_of(folder).items() if part not in others}
     try:
         return {part: num_weights(folder / part, stem) for part, stem in encoders.items() if stem is not None}
     except CheckpointError:
         return None
 
 
-def describe_published(name: str, size: str = "") -> dict[str, Any]:
-    """What the published model `name` needs for videos of `size`, its own if empty; without weights.
+def describe_published(name: str, size: str = "", *, decoding: bool = False) -> dict[str, Any]:
+    """What the published model `name` needs for videos of `size`, its own if empty; without weights. `decoding`: the VAE, too, which takes longer.
 
     Raises:
         ConfigError: the size is not legal for it.
     """
     with tempfile.TemporaryDirectory() as folder:
         model = published()[name]
-        described = _model(write_folder(Path(folder) / name, name), size or model.size, model.encoders)
+        written = write_folder(Path(folder) / name, name)
+        described = _model(written, size or model.size, model.encoders)
+        if decoding:
+            described["decoding_memory"] = decoding_memory(str(written), parse_bucket("size", size or model.size))
     about = {"model": name, "origin": {"hub": model.repository}, "size": size or model.size}
     return described | about
 
@@ -109,7 +112,7 @@ def _say_component(name: str, described: dict[str, Any], size: str) -> None:
 
 def model_table(models: list[dict[str, Any]]) -> list[str]:
     """A Markdown table of what published models need, each as `describe_published` tells it."""
-    heads = ["model", "weights, 10^9", "quantised layers", "size", "video + text tokens", "sp", "train: 1 GPU", "8 GPUs", "generate", "offloaded"]
+    heads = ["model", "weights, 10^9", "quantised layers", "size", "video + text tokens", "sp", "train: 1 GPU", "8 GPUs", "denoise", "offloaded"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * 2 + "|---:|---" + "|---:" * 6 + "|"]
     return lines + [_row(described) for described in models]
 
@@ -157,9 +160,10 @@ def doctor(config: DoctorConfig) -> dict[str, Any]:
         for component in ("transformer", "transformer_2"):
             if component in described:
                 _say_component(component, described[component], described["size"])
-        if "generation_memory" in described:
-            parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in described["generation_memory"].items())
-            say(f"GiB to generate a video of {described['size']}: {parts}")
+        for what in ("generation_memory", "decoding_memory"):
+            if what in described:
+                parts = ", ".join(f"{part} {size / GIB:.1f}" for part, size in described[what].items())
+                say(f"{what.replace('_', ' ')} for {described['size']}, GiB: {parts}")
     return result
 
 
@@ -169,10 +173,9 @@ def _described(config: DoctorConfig) -> dict[str, Any]:
     Raises:
         ConfigError: there is neither.
     """
-    folder = Path(config.model)
-    if not folder.is_dir():
-        legal = f"an existing folder, org/name[@REVISION] on the hub, or one of {', '.join(published())}"
-        require(config.model in published(), "model", config.model, legal)
-        return describe_published(config.model, config.size)
-    size = config.size or "17x64x64"
-    return _model(folder, size, _encoders_in(folder)) | {"size": size}
+    if Path(config.model).is_dir():
+        size = config.size or "17x64x64"
+        return _model(Path(config.model), size, _encoders_in(Path(config.model))) | {"size": size}
+    legal = f"an existing folder, org/name[@REVISION] on the hub, or one of {', '.join(published())}"
+    require(config.model in published(), "model", config.model, legal)
+    return describe_published(config.model, config.size, decoding=True)

@@ -64,6 +64,25 @@ class RuntimeConfig:
 
 
 @dataclass
+class GenerationRuntimeConfig(RuntimeConfig):
+    """Where and how a whole pipeline lives. `offload` and the VAE's tiling save memory and cost time; tiles change pixels a little."""
+
+    offload: str = "none"  # none | model (each part of the pipeline waits in the host's memory for its turn) | sequential (each of its modules)
+    vae_tiling: bool = False  # decode in overlapping tiles
+    vae_slicing: bool = False  # decode the videos of a batch one by one
+
+    def validate(self) -> None:
+        super().validate()
+        choice("runtime.offload", self.offload, ("none", "model", "sequential"))
+
+    def resolve(self) -> "tuple[torch.device, torch.dtype]":
+        """As `RuntimeConfig.resolve`; from a CPU nothing can be moved away."""
+        device, dtype = super().resolve()
+        require(self.offload == "none" or device.type != "cpu", "runtime.offload", self.offload, f"none on device {device}: it is the host's memory")
+        return device, dtype
+
+
+@dataclass
 class ObjectiveConfig:
     """How training draws times t in [0, 1], from data to noise; how the two are mixed and what is predicted belongs to the model."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from videoqat.config.checks import check_frames, choice, existing, model_folder, parse_bucket, require
-from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, model_setting
+from videoqat.config.groups import GenerationRuntimeConfig, ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, model_setting
 from videoqat.recipes import get_recipe
 
 
@@ -113,7 +113,7 @@ class GenerateConfig:
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
     overwrite: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
 
     def validate(self) -> None:
         model_folder("model", self.model)
@@ -160,7 +160,7 @@ class CompareConfig:
     out: str = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
 
     def validate(self) -> None:
         require(len(self.entries) >= 2, "entries", len(self.entries), "two or more (name, model, recipe)")

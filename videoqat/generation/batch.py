@@ -171,6 +171,7 @@ def _is_finished(config: GenerateConfig, video: Video, common: dict[str, Any]) -
         return False
     sampling = to_dict(video.sampling) | {"max_text_tokens": text_tokens(config.model, video.sampling)}
     own = {"prompt": video.prompt, "seed": video.seed, "image_sha256": video.image_sha256, "sampling": sampling}
+    own["vae_tiling"] = config.runtime.vae_tiling  # which changes pixels a little, as nothing else of `runtime` does but the dtype
     wanted: dict[str, Any] = json.loads(json.dumps({**common, **own}))
     try:
         record = json.loads(sidecar.read_text(encoding="utf-8"))
@@ -178,6 +179,7 @@ def _is_finished(config: GenerateConfig, video: Video, common: dict[str, Any]) -
         there = {key: record[key] for key in common} | {"prompt": made["prompt"], "seed": made["seed"]}
         # Records of earlier versions lack what there was no choice of.
         there["image_sha256"] = record.get("image_sha256", "")
+        there["vae_tiling"] = made["runtime"].get("vae_tiling", False)
         there["sampling"] = {"guidance_scale_2": 0.0, "true_cfg_scale": 1.0} | made["sampling"] | {"max_text_tokens": record["max_text_tokens"]}
         sha256 = record["video_sha256"]
     except (ValueError, KeyError, TypeError) as error:

@@ -2,14 +2,13 @@
 
     weights      of transformers and text encoders in 16 bits, of the VAE in fp32 (as `ModelFamily.load_pipeline` has them)
     denoising    the most that one forward of the transformer has at once beside its weights
-    decoding     the most that the VAE has at once beside its weights, without tiling
+    decoding     the most that the VAE has at once beside its weights, without tiling (but for `ALWAYS_TILED`)
 
 Both are counted by running the modules on tensors without numbers, at the video's real size, while adding up what lives. What comes on top: CUDA
 itself, workspace of convolutions and attention, and what the allocator can't use.
 """
 
 import functools
-import json
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +24,7 @@ from videoqat.models.spec import family_of, read_model_json
 from videoqat.parallel.sharding import kept_in_fp32
 from videoqat.recipes import RECIPES
 
+ALWAYS_TILED = ("AutoencoderKLHunyuanVideo15",)  # attends by a mask of all its latents by all: without tiling that alone would fill a GPU
 TOGETHER = {"cogvideox": 2}  # its pipeline denoises with and without the prompt in one batch; the others one after the other
 
 
@@ -54,7 +54,7 @@ class _Living(TorchDispatchMode):
 
 
 def generation_memory(folder: str, size: tuple[int, int, int], encoders: dict[str, int]) -> dict[str, int]:
-    """Bytes of GPU memory that a video of `size` (frames, height, width) takes in bf16.
+    """Bytes of GPU memory that denoising a video of `size` (frames, height, width) takes in bf16. Decoding it: `decoding_memory`.
 
     Args:
         folder: a pipeline's; only configurations are read.
@@ -62,8 +62,8 @@ def generation_memory(folder: str, size: tuple[int, int, int], encoders: dict[st
         encoders: part -> numbers of its weights, of what encodes text and images.
 
     Returns:
-        encoders, transformer (the larger of a pair), transformers, vae, denoising, decoding: by part, see above. total: the most at a time with
-        everything on the GPU. offloaded: with `runtime.offload=model`, where only the part that works is there.
+        encoders, transformers (both of a pair), denoising: by part, see above. total: with everything on the GPU. offloaded: the most at a time with
+        `runtime.offload=model`, where only the part that works is there.
     """
     family = family_of(folder)
     weights, denoising = [], []
@@ -72,16 +72,9 @@ def generation_memory(folder: str, size: tuple[int, int, int], encoders: dict[st
         fp32 = kept_in_fp32(transformer)
         weights.append(sum(p.numel() * (4 if p in fp32 else 2) for p in transformer.parameters()))
         denoising.append(_denoising(folder, component, transformer, size))
-    vae_config = json.dumps(read_model_json(folder, "vae/config.json"), sort_keys=True)
-    vae, decoding = _decoding(vae_config, family.geometry(folder).latent_shape(*size))
     each = [count * (4 if part == "image_encoder" else 2) for part, count in encoders.items()]
-    parts = {"encoders": sum(each), "transformer": max(weights), "transformers": sum(weights), "vae": vae}
-    return parts | {
-        "denoising": max(denoising),
-        "decoding": decoding,
-        "total": parts["encoders"] + parts["transformers"] + vae + max(*denoising, decoding),
-        "offloaded": max(*each, *map(sum, zip(weights, denoising, strict=True)), vae + decoding),
-    }
+    parts = {"encoders": sum(each), "transformers": sum(weights), "denoising": max(denoising)}
+    return parts | {"total": sum(parts.values()), "offloaded": max(*each, *map(sum, zip(weights, denoising, strict=True)))}
 
 
 @torch.no_grad()
@@ -121,19 +114,17 @@ def _run_first_of_each_kind(blocks: list[torch.nn.Module]) -> None:
         block.forward = functools.partial(forward, type(block), block.forward)  # type: ignore[method-assign]
 
 
-@functools.lru_cache(maxsize=32)
 @torch.no_grad()
-def _decoding(vae_config: str, latents_CFHW: tuple[int, ...]) -> tuple[int, int]:
-    """Bytes of a VAE's weights, and the most that it has at once beside them."""
+def decoding_memory(folder: str, size: tuple[int, int, int]) -> dict[str, int]:
+    """Bytes that making pixels of latents takes: vae (weights), decoding (see above), total. Takes seconds: VAEs go through a video bit by bit."""
     import diffusers
-    from accelerate import init_empty_weights
 
-    config = json.loads(vae_config)
-    with init_empty_weights(include_buffers=False):
+    config = read_model_json(folder, "vae/config.json")
+    with torch.device("meta"):
         vae = getattr(diffusers, config["_class_name"]).from_config(config).eval()
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        vae.load_state_dict({name: torch.empty(p.shape) for name, p in vae.named_parameters()}, strict=False, assign=True)
-        latents_BCFHW = torch.empty(1, *latents_CFHW)
+        if config["_class_name"] in ALWAYS_TILED:
+            vae.enable_tiling()
         with _Living(*vae.parameters(), *vae.buffers()) as living:
-            vae.decode(latents_BCFHW)
-    return 4 * sum(p.numel() for p in vae.parameters()), living.most
+            vae.decode(torch.empty(1, *family_of(folder).geometry(folder).latent_shape(*size)))
+    parts = {"vae": 4 * sum(p.numel() for p in vae.parameters()), "decoding": living.most}
+    return parts | {"total": sum(parts.values())}

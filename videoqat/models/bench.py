@@ -46,8 +46,8 @@ def bench_forward(config: BenchForwardConfig) -> dict[str, Any]:
         config, provenance, dtype, size, num_tokens, text_tokens, parameters, weight_bytes; `exit_code`;
         `contenders`: name, milliseconds (median) and the rounds, ratio (to diffusers), peak_bytes (weights among them; GPU only), receipts, finite,
         output_error (relative L2 to the bf16 recipe's output; 0 where it is the same bit for bit);
-        `layers`: name, q_std, k_std, v_std, num_keys, effective_keys, bf16_error (bf16 against exact attention) and `recipes`, a mapping to bf16_distance,
-        exact_error and, where it was looked at, kernel_error.
+        `layers`: name, q_std, k_std, v_std, num_keys, effective_keys, bf16_error (bf16 against exact attention) and `recipes`, a mapping to
+        bf16_distance, exact_error and, where it was looked at, kernel_error.
 
     Raises:
         UserError: an unknown model, a size that it can't have, or a recipe that can't run on this device.

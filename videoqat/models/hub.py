@@ -88,8 +88,8 @@ def _problem(folder: Path, weights: bool) -> str | None:
         if weights:
             check_complete(folder)
         else:
-            for part, (library, kind) in parts_of(folder).items():
-                if stem_of(library, kind) is not None:
+            for part, (library, _) in parts_of(folder).items():
+                if stem_of(part, library) is not None:
                     read_model_json(folder, f"{part}/config.json")
     except CheckpointError as error:
         return str(error)
@@ -139,8 +139,8 @@ def _weights_wanted(reference: str, folder: Path, listed: list[str]) -> list[str
         CheckpointError: a part has none that can be read, or a shard isn't in the repository.
     """
     wanted = []
-    for part, (library, kind) in parts_of(folder).items():
-        stem = stem_of(library, kind)
+    for part, (library, _) in parts_of(folder).items():
+        stem = stem_of(part, library)
         if stem is None:
             continue
         index = f"{part}/{stem}.safetensors.index.json"

@@ -107,9 +107,9 @@ def parts_of(folder: str | Path) -> dict[str, tuple[str, str]]:
     return {name: (kind[0], kind[1]) for name, kind in index.items() if isinstance(kind, list) and len(kind) == 2 and kind[0] and kind[1]}
 
 
-def stem_of(library: str, kind: str) -> str | None:
-    """How a part's weight files begin; None for a part that has no weights: schedulers, guiders, tokenizers, image processors."""
-    if kind.endswith(("Scheduler", "Tokenizer", "TokenizerFast", "Processor", "ProcessorFast", "FeatureExtractor", "Guidance")):
+def stem_of(part: str, library: str) -> str | None:
+    """How the weight files of a pipeline's part begin; None for a part that has none."""
+    if part.startswith(("scheduler", "guider", "tokenizer", "processor", "feature_extractor", "image_processor")):
         return None
     return TRANSFORMERS if library == "transformers" else DIFFUSERS
 
@@ -129,7 +129,7 @@ def check_complete(folder: str | Path, *, without: tuple[str, ...] = ()) -> None
             continue
         if not (Path(folder) / part).is_dir() or not any((Path(folder) / part).iterdir()):
             raise CheckpointError(f"{folder} is no complete pipeline's folder: {part}/ ({kind}) is not there or empty")
-        stem = stem_of(library, kind)
+        stem = stem_of(part, library)
         if stem is not None:
             read_model_json(folder, f"{part}/config.json")
             weight_files(Path(folder) / part, stem)
