@@ -188,7 +188,7 @@ def blocks(rows: list[dict[str, Any]], kept: set[tuple[str, int]], everywhere: f
     axes.set_ylim(bottom=0)
     axes.set_xlabel("block")
     axes.set_ylabel("error at the output, per cent")
-    _legend(axes)
+    _legend(axes, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)  # above: curves may be anywhere
     return _svg(figure, "blocks", "Error at the output by block")
 
 

@@ -21,10 +21,10 @@ def _signed(value: float) -> str:
 
 
 def _kept(kept: dict[str, list[int]]) -> str:
-    """Such as `3, 17`, or, of a pair, `transformer 3; transformer_2 0, 17`."""
+    """Such as `3, 17`, or, of a pair, `transformer: 3; transformer_2: 0, 17`."""
     if len(kept) == 1:
         return ", ".join(map(str, *kept.values())) or "none"
-    return "; ".join(f"{component} {', '.join(map(str, layers))}" for component, layers in kept.items() if layers) or "none"
+    return "; ".join(f"{component}: {', '.join(map(str, layers))}" for component, layers in kept.items() if layers) or "none"
 
 
 def _worst_heads(result: dict[str, Any]) -> list[dict[str, Any]]:
