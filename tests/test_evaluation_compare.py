@@ -194,7 +194,7 @@ def test_a_model_that_changed_is_other_settings(models, tmp_path):
     out = tmp_path / "out"
     config = config_for(models, out, entries=entries, validation_cache="")
     out.mkdir()
-    (out / "settings.json").write_text(json.dumps(compare_module._settings(config, PROMPTS)))
+    (out / "settings.json").write_text(json.dumps(compare_module._settings(config, [(prompt, "") for prompt in PROMPTS])))
     plan(config)
     change_weights(folder / "transformer", {"proj_out.bias": lambda w: w + 1})
     with pytest.raises(UserError, match=re.escape("transformer/diffusion_pytorch_model.safetensors")):

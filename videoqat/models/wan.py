@@ -132,6 +132,8 @@ class WanFamily:
         # So does the small image encoder, as in the examples of diffusers' own documentation.
         dtypes = {"vae": torch.float32, "image_encoder": torch.float32, "default": dtype}
         pipeline_class = WanImageToVideoPipeline if self.takes_image(folder) == "required" else WanPipeline
+        if pipeline_class is WanImageToVideoPipeline and read_model_json(folder, "transformer/config.json").get("image_dim") is None:
+            parts |= {"image_encoder": None, "image_processor": None}  # nobody would ask it
         pipeline = pipeline_class.from_pretrained(folder, dtype=dtypes, local_files_only=True, **parts)
         return pipeline.to(device)
 
