@@ -212,7 +212,7 @@ def test_samples_of_a_batch_are_what_they_are_alone(recipe: str) -> None:
 def test_padding_has_no_say(recipe: str) -> None:
     """Whatever stands there, and with recipes, too, that quantise many queries together."""
     model = make_transformer(attention_head_dim=64)
-    install(model, recipe)
+    install(model, replace(RECIPES[recipe], attention_kinds=("joint", "refiner")))
     x, t_B, condition = make_inputs(model, num_text=48)
     position_L = torch.arange(48)
     padding_BL1 = (position_L >= condition["text_len"].unsqueeze(1)).unsqueeze(2)
@@ -267,6 +267,18 @@ def test_what_is_no_mask_of_keys_and_16_bit_angles_are_refused() -> None:
             block.attn(x, encoder_hidden_states=text, image_rotary_emb=(torch.zeros(4, 32).bfloat16(),) * 2)
     with pytest.raises(AttentionError, match=r"refiner_blocks.0.attn: the refiner's attention is self-attention"):
         model.context_embedder.token_refiner.refiner_blocks[0].attn(x, encoder_hidden_states=text)
+
+
+@pytest.mark.slow
+def test_blocks_compile_in_one_graph() -> None:
+    """Masks, lengths and the quantised operator included."""
+    model = make_transformer()
+    install(model, "attn_qat")
+    inputs = make_inputs(model)
+    expected = outputs_and_gradients(model, inputs)
+    for block in FAMILY.blocks(model):
+        block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
+    assert max(relative(outputs_and_gradients(model, inputs), expected)) < 1e-5
 
 
 # --- the family's view of a transformer
