@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from omegaconf import MISSING
 
 from videoqat.config.checks import existing, model_folder, require
-from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
+from videoqat.config.groups import GenerationRuntimeConfig, SamplingConfig, model_setting
 from videoqat.recipes import get_recipe
 
 
@@ -25,7 +25,7 @@ class CompareAttentionConfig:
     max_queries: int = 256  # of each head and sample, evenly spread; they meet all keys
     out: str = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
 
     def validate(self) -> None:
         model_folder("model", self.model)
