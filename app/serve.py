@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import importlib.util
+import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -133,7 +135,11 @@ class _Crew:
 def _worker_process(config: ServiceConfig, identity: str, parent: Any) -> None:
     from app.worker import main
 
-    raise SystemExit(main(config, identity, parent))
+    code = main(config, identity, parent)
+    # All that counts is in the database by now. Taking torch and its kin apart, as the interpreter would, takes seconds on a busy machine.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _end(process: BaseProcess) -> None:

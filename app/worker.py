@@ -26,7 +26,7 @@ from videoqat.errors import GenerationCancelled, NonFiniteError, UserError
 from videoqat.files import writable_folder
 from videoqat.generation import single
 from videoqat.generation.engine import Engine
-from videoqat.generation.pool import EnginePool
+from videoqat.generation.pool import EnginePool, warm_up
 
 IDLE_S = 0.1  # how often an SQLite queue is looked into
 BEATS_PER_LEASE = 6
@@ -254,7 +254,7 @@ class Worker:
     def _warm_up(self) -> None:
         model = self.catalogue.default
         recipes = [self._recipe_spec(name) for name in self.catalogue.compare]
-        self._engine(model).warm_up(model.sampling, recipes)
+        warm_up(self._engine(model), model.sampling, recipes)
 
 
 def _sums(row: Row, outcome: str, result: Row) -> list[tuple[str, str, float]]:

@@ -6,7 +6,6 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from PIL import Image
 from videoqat.attention.backends import record_receipts
 from videoqat.config import GenerationRuntimeConfig, RuntimeConfig, SamplingConfig, require
 from videoqat.console import say
-from videoqat.errors import CheckpointError, GenerationCancelled, NonFiniteVideo
+from videoqat.errors import CheckpointError, NonFiniteVideo
 from videoqat.generation.images import check_taken, stretched
 from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory
 from videoqat.models.install import check_policy, install, installed_recipe, stepping
@@ -240,21 +239,6 @@ class Engine:
     def _quantised(self, recipe: AttentionRecipe) -> dict[str, list[AttentionLayer]]:
         layers = {name: self.family.attention_layers(transformer) for name, transformer in self.transformers.items()}
         return {name: [layer for layer in found if recipe.covers(layer.kind, layer.index, name)] for name, found in layers.items()}
-
-    def warm_up(self, sampling: SamplingConfig, recipes: list[str]) -> None:
-        """A video of one step, then the first quantised step under each of `recipes`, so that no later video of that size pays for compiling or
-        allocating."""
-
-        def enough(kept: int, done: int, _: int) -> None:
-            if done > kept:
-                raise GenerationCancelled
-
-        image = Image.new("RGB", (sampling.width, sampling.height)) if self.family.takes_image(self.folder) == "required" else None
-        self.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16", image=image)
-        for recipe in recipes:
-            with contextlib.suppress(GenerationCancelled):
-                kept = choose_recipe(self.folder, recipe)[0].keep_first_steps
-                self.generate("warm-up", 0, sampling, recipe, image=image, on_step=functools.partial(enough, kept))
 
     def _warn(self, warning: str) -> None:
         if warning not in self._said:

@@ -1,5 +1,7 @@
 """Several checkpoints served from one device: kept as long as they fit, set aside in the host's memory when they don't, dropped when that is full."""
 
+import contextlib
+import dataclasses
 import gc
 import json
 import math
@@ -8,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from videoqat.config import RuntimeConfig
-from videoqat.errors import CheckpointError
+from videoqat.config import RuntimeConfig, SamplingConfig
+from videoqat.errors import CheckpointError, GenerationCancelled
 from videoqat.generation.engine import Engine
 from videoqat.generation.meter import total_memory
 
@@ -36,6 +38,18 @@ def weights_bytes(folder: str | Path, dtype: torch.dtype) -> int:
         except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
             raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
     return total
+
+
+def warm_up(engine: Engine, sampling: SamplingConfig, recipes: list[str]) -> None:
+    """A video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
+
+    def enough(*_: int) -> None:
+        raise GenerationCancelled
+
+    engine.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16")
+    for recipe in recipes:
+        with contextlib.suppress(GenerationCancelled):
+            engine.generate("warm-up", 0, sampling, recipe, on_step=enough)
 
 
 class EnginePool:
