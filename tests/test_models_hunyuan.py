@@ -104,6 +104,25 @@ def test_bf16_recipe_is_bitwise_the_stock_processor_under_autocast() -> None:
     assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_too_and_4_bits_are_those_of_the_cpu() -> None:
+    model = make_transformer(num_layers=2, num_single_layers=2, attention_head_dim=64)
+    x, t_B, condition = make_inputs(model)
+    on_gpu = (x.cuda(), t_B.cuda(), {key: value.cuda() for key, value in condition.items()})
+    install(model, "attn_qat", kernel="torch")
+    with torch.no_grad():
+        expected = FAMILY.forward(model, x, t_B, condition)
+        model.cuda()
+        install(model, "attn_qat", kernel="triton")
+        found = FAMILY.forward(model, *on_gpu)
+        assert (found.cpu() - expected).norm() < 2e-3 * expected.norm()
+        uninstall(model)
+        in_bf16(model)
+        stock = FAMILY.forward(model, *on_gpu)
+        install(model, "bf16")
+        assert torch.equal(FAMILY.forward(model, *on_gpu), stock)
+
+
 def test_in_the_blocks_padding_too_is_bitwise_stock() -> None:
     """In the refiner padding attends to other keys than in diffusers, so there the rows of real tokens alone are the same."""
     model = make_transformer()
