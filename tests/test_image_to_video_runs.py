@@ -159,13 +159,14 @@ def test_samples_of_a_training_want_their_images(root: Path, caches: dict[str, P
             plan_train(train_config(root, name, caches[name], tmp_path / "run", validation=validation))
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("name", ["wan", "ti2v", "cogvideox"])
-def test_from_the_cache_to_an_exported_models_video(name: str, root: Path, caches: dict[str, Path], tmp_path: Path) -> None:
-    image = str(root / "one.png")
+def test_from_the_cache_to_an_exported_models_video(name: str, device: str, root: Path, caches: dict[str, Path], tmp_path: Path) -> None:
+    image, runtime = str(root / "one.png"), RuntimeConfig(device=device)
     validation = ValidationConfig(
         every=2, cache=str(caches[name]), samples=1, timesteps=2, prompts=["a bag moves up"], images=[image], sampling=sampling(name)
     )
-    config = train_config(root, name, caches[name], tmp_path / "run", validation=validation)
+    config = train_config(root, name, caches[name], tmp_path / "run", validation=validation, runtime=runtime)
     planned = plan_train(config)
     assert planned["parameters"] == sum(
         p.numel() for p in family_of(root / name).load_transformer(root / name, "transformer", dtype=torch.float32).parameters()
@@ -178,10 +179,9 @@ def test_from_the_cache_to_an_exported_models_video(name: str, root: Path, cache
         family_of(root / name).load_transformer(folder, "transformer", dtype=torch.float32) for folder in (root / name, tmp_path / "model")
     )
     assert any(not torch.equal(old, new) for old, new in zip(before.parameters(), after.parameters(), strict=True))
+    out = str(tmp_path / "video.mp4")
     made = generate(
-        GenerateConfig(
-            model=str(tmp_path / "model"), prompt="a bag moves up", image=image, out=str(tmp_path / "video.mp4"), sampling=sampling(name), runtime=CPU
-        )
+        GenerateConfig(model=str(tmp_path / "model"), prompt="a bag moves up", image=image, out=out, sampling=sampling(name), runtime=runtime)
     )
     assert made["image_sha256"] == hashlib.sha256(Path(image).read_bytes()).hexdigest()
     assert made["config"]["image"] == image
