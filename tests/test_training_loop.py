@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import torch
 from helpers.training import assert_same_run, stored, tiny_config
 
 from videoqat.errors import CheckpointError, UserError
-from videoqat.training import runlog, state, trainer
+from videoqat.training import batches, runlog, state, step, trainer
 from videoqat.training.batches import load_batch
 from videoqat.training.job import check
+from videoqat.training.objective import denoising_loss
 from videoqat.training.runlog import only_run, read_log, stop_on_signal
 from videoqat.training.step import Run, Step
 from videoqat.training.trainer import train
@@ -263,6 +265,26 @@ def test_the_average_is_what_the_steps_weights_say(make: Any) -> None:
         if key.startswith("ema."):
             expected = 0.75 * first[key] + 0.25 * second["model." + key.removeprefix("ema.")]
             torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
+
+
+def test_the_next_step_is_loaded_while_this_one_computes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward of each step but the last waits until loading has begun for the next, which it never would if loading came after it."""
+    loads, waited = threading.Semaphore(0), []
+
+    def load(*arguments: Any) -> Any:
+        loads.release()
+        return load_batch(*arguments)
+
+    def forward(*arguments: Any) -> Any:
+        if not waited:
+            assert loads.acquire(timeout=20)  # of this step, before the first
+        waited.append(len(waited) == 2 or loads.acquire(timeout=20))
+        return denoising_loss(*arguments)
+
+    monkeypatch.setattr(batches, "load_batch", load)
+    monkeypatch.setattr(step, "denoising_loss", forward)
+    train(make("run", train__steps=3, train__health_every=0))
+    assert waited == [True, True, True]
 
 
 def test_captions_are_dropped_by_epoch_in_what_the_model_sees(make: Any) -> None:

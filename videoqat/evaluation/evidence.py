@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from videoqat.config import EvidenceConfig, MeasureConfig, Row, Training, require, to_dict
+from videoqat.config import EvidenceConfig, MeasureConfig, ObjectiveConfig, Row, Training, require, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import read_video, write_video
 from videoqat.evaluation import fidelity
@@ -36,7 +36,6 @@ from videoqat.generation.prompts import read_prompts
 from videoqat.provenance import provenance
 from videoqat.recipes import get_recipe
 from videoqat.training import validation
-from videoqat.training.objective import ObjectiveConfig
 from videoqat.training.objective import resolve as resolve_objective
 from videoqat.training.runlog import read_log
 

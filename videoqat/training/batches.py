@@ -6,6 +6,7 @@ divide one sequence (sp) get the same ones.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,7 +93,7 @@ def tokens_of(job: Job, bucket: str) -> int:
 
 
 class Ahead:
-    """This rank's micro-batches, loaded a step ahead: on a GPU, while it still computes.
+    """This rank's micro-batches, loaded a step ahead in a thread: a small model keeps the host as busy as the GPU with one step after another.
 
     Args:
         job, dp_rank: whose samples.
@@ -102,15 +103,25 @@ class Ahead:
 
     def __init__(self, job: Job, dp_rank: int, *, pin: bool, faults: Faults) -> None:
         self._job, self._dp_rank, self._pin, self._faults = job, dp_rank, pin, faults
-        self._step = 0
+        self._step = self._next = 0
         self._batches: list[MicroBatch] = []
+        self._thread = ThreadPoolExecutor(1, "batches")
+        self._loading: Future[list[MicroBatch]] | None = None
 
-    def load(self, step: int) -> None:
-        """Loads what `take(step)` will return."""
-        with self._faults.noted():
-            batches = [load_batch(self._job, *chosen) for chosen in batches_of(self._job, step)[self._dp_rank :: self._job.layout.dp]]
-            self._batches = [batch.pinned() for batch in batches] if self._pin else batches
-            self._step = step
+    def begin(self, step: int) -> None:
+        """Begins to load what `take(step)` will return once `finish` was called."""
+        self._loading, self._next = self._thread.submit(self._load, step), step
+
+    def finish(self) -> None:
+        """Waits for what was begun. If it failed, the fault is noted now, and nothing can be taken."""
+        if self._loading is not None:
+            loading, self._loading = self._loading, None
+            with self._faults.noted():
+                self._batches, self._step = loading.result(), self._next
+
+    def _load(self, step: int) -> list[MicroBatch]:
+        batches = [load_batch(self._job, *chosen) for chosen in batches_of(self._job, step)[self._dp_rank :: self._job.layout.dp]]
+        return [batch.pinned() for batch in batches] if self._pin else batches
 
     def take(self, step: int, device: torch.device) -> list[MicroBatch]:
         """This rank's micro-batches of `step`, on `device`."""

@@ -125,6 +125,8 @@ def take_step(run: Run, step: int) -> Step:
     torch.manual_seed(_seed(job.config.train.seed, step, mesh.dp_rank))
     clock = Clock(mesh.device)
     batches = run.ahead.take(step, mesh.device)
+    if step < job.config.train.steps:
+        run.ahead.begin(step + 1)
     clock.mark("data")
     num_samples = sum(len(batch.samples) for batch in batches)
     loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -134,9 +136,8 @@ def take_step(run: Run, step: int) -> Step:
         engine.backward(loss_B.sum() / num_samples * mesh.layout.sp, last=i == len(batches) - 1)
         loss_sum += loss_B.detach().double().sum()
         clock.mark("backward")
-    if step < job.config.train.steps:
-        run.ahead.load(step + 1)  # a GPU is still at work on the backward
-        clock.mark("data")
+    run.ahead.finish()  # a GPU is still at work on the backward
+    clock.mark("data")
     norm = engine.gradient_norm()
     told = _tell(run, loss_sum, num_samples)
     if not (math.isfinite(told.loss) and math.isfinite(norm)):

@@ -171,7 +171,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
     with collective_errors("start"):
         looks.attach(run)
         if first <= loop.steps:
-            run.ahead.load(first)
+            run.ahead.begin(first)
+            run.ahead.finish()
         faults.settle(mesh)
     try:
         for step in range(first, loop.steps + 1):
