@@ -113,7 +113,9 @@ def test_receipts_say_what_ran(engine):
 
 
 def test_timings_have_every_stage(engine):
-    timings = engine.generate(PROMPT, 1, SAMPLING, "bf16").timings
+    result = engine.generate(PROMPT, 1, SAMPLING, "bf16")
+    timings = result.timings
+    assert result.peak_memory_bytes > 2**20
     assert len(timings["steps_s"]) == 2
     assert timings["denoise_s"] == pytest.approx(sum(timings["steps_s"]))
     assert all(timings[stage] > 0 for stage in ("text_s", "denoise_s", "vae_s"))
@@ -245,6 +247,8 @@ def test_generate_writes_a_video_and_all_it_takes_to_make_it_again(model, tmp_pa
     record = json.loads(out.with_suffix(".json").read_text())
     assert record == result
     assert record["recipe"]["name"] == "attn_qat"
+    assert record["timings"]["encode_s"] > 0
+    assert record["peak_memory_bytes"] > 2**20
     assert {"date", "command", "commit", "versions", "device"} <= set(record["provenance"])
     assert {r["kernel"] for r in record["receipts"]} == {"torch", "sdpa"}
     # From the record alone to the same video.

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from videoqat.config.checks import choice, existing, require
-from videoqat.config.groups import RuntimeConfig, SamplingConfig
+from videoqat.config.groups import GenerationRuntimeConfig, SamplingConfig
 from videoqat.config.loading import load
 from videoqat.config.schemas import GenerateConfig
 from videoqat.errors import ConfigError
@@ -80,7 +80,7 @@ class LimitsConfig:
 class MemoryConfig:
     """Budgets, in GiB for each worker, for weights of models that take turns on its device."""
 
-    device_gib: float = 0.0  # 0: 60 % of the device's memory
+    device_gib: float = 0.0  # 0: 60 % of the device's memory, or of the host's with runtime.offload
     host_gib: float = 0.0  # for models set aside in the host's memory: a GPU gets them back sooner than from disk
 
     def validate(self) -> None:
@@ -98,7 +98,7 @@ class ServiceConfig:
     models: list[ServedModel] = field(default_factory=list)  # the first is the default; empty: the embedded tiny model
     recipes: list[str] = field(default_factory=lambda: list(RECIPES))  # names or files of the recipes on offer
     compare: list[str] = field(default_factory=lambda: ["bf16", "attn_qat_search"])  # what `compare: true` renders
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     warm_up: bool = True  # before a worker calls itself ready: the default model under every recipe of `compare`
     retries: int = 1  # how often a video is begun again whose worker died

@@ -6,7 +6,6 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path

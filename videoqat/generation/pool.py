@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from videoqat.config import RuntimeConfig, SamplingConfig
+from videoqat.config import GenerationRuntimeConfig, SamplingConfig
 from videoqat.errors import CheckpointError, GenerationCancelled
 from videoqat.generation.engine import Engine
 from videoqat.generation.meter import total_memory
@@ -57,20 +57,22 @@ class EnginePool:
 
     Args:
         runtime: device, dtype and kernel of all of them.
-        device_gib: budget for weights on the device, in GiB; 0: 60 % of its memory, and a model that needs more is tried on its own.
-        host_gib: budget for weights set aside in the host's memory, from where they come back sooner than from disk. On a CPU nothing is set aside:
-            there is nowhere else to put it.
+        device_gib: budget for weights on the device, or with `runtime.offload` in the host's memory, where they live then; in GiB. 0: 60 % of that
+            memory, and a model that needs more is tried on its own.
+        host_gib: budget for weights set aside in the host's memory, from where they come back sooner than from disk. On a CPU, and with
+            `runtime.offload`, nothing is set aside: there is nowhere else to put it.
 
     Raises:
         ConfigError: a device that isn't there.
     """
 
-    def __init__(self, runtime: RuntimeConfig, device_gib: float = 0.0, host_gib: float = 0.0) -> None:
+    def __init__(self, runtime: GenerationRuntimeConfig, device_gib: float = 0.0, host_gib: float = 0.0) -> None:
         self.runtime = runtime
         self.device, self.dtype = runtime.resolve()
         self.strict = device_gib > 0
-        self.device_budget = int(device_gib * GIB) or int(DEVICE_SHARE * total_memory(self.device))
-        self.host_budget = int(host_gib * GIB) if self.device.type != "cpu" else 0
+        home = self.device if runtime.offload == "none" else torch.device("cpu")
+        self.device_budget = int(device_gib * GIB) or int(DEVICE_SHARE * total_memory(home))
+        self.host_budget = int(host_gib * GIB) if home.type != "cpu" else 0
         self._on_device: OrderedDict[str, Engine] = OrderedDict()  # the one used longest ago first
         self._aside: OrderedDict[str, Engine] = OrderedDict()
         self._bytes: dict[str, int] = {}
@@ -97,9 +99,12 @@ class EnginePool:
             if self.strict and needed > self.device_budget:
                 have = f"memory.device_gib={self.device_budget / GIB:.3g}"
                 raise CheckpointError(f"{folder} needs {needed / GIB:.3g} GiB for its weights, which is more than {have} allows")
+            waiting = self._aside.pop(key, None)  # before others take its place there
             while self._on_device and self._sum(self._on_device) + needed > self.device_budget:
                 self._put_aside()
-            self._on_device[key] = self._bring_back(key) if key in self._aside else Engine(folder, self.runtime)
+            if waiting is not None:
+                waiting.pipeline.to(self.device)
+            self._on_device[key] = waiting or Engine(folder, self.runtime)
         self._on_device.move_to_end(key)
         return self._on_device[key]
 
@@ -118,8 +123,3 @@ class EnginePool:
         gc.collect()  # a pipeline's parts know each other, so that only the collector frees them
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-    def _bring_back(self, key: str) -> Engine:
-        engine = self._aside.pop(key)
-        engine.pipeline.to(self.device)
-        return engine
