@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from videoqat.errors import CheckpointError, ConfigError
 from videoqat.models import loading
 from videoqat.models.hunyuan15_transformer import HunyuanVideo15Processor, sort_on_the_device
+from videoqat.models.hunyuan_processor import RefinerProcessor
 from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
@@ -249,16 +250,22 @@ class HunyuanVideo15Family:
         return (0.0, 1.0)
 
     def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
-        """attn of every block; the refiner's, where the prompt attends to itself before the blocks, stays diffusers' own."""
-        layers = []
-        for index, block in enumerate(transformer.transformer_blocks):  # type: ignore[arg-type]
-            module = block.attn
-            layers.append(AttentionLayer(f"transformer_blocks.{index}.attn", index, "joint", module, module.heads, module.inner_dim // module.heads))
-        return layers
+        """The refiner's, in which the prompt attends to itself, then those of the blocks; the refiner, before block 0, has negative numbers."""
+        model: Any = transformer
+        refiner = model.context_embedder.token_refiner.refiner_blocks
+        parts = (
+            ("context_embedder.token_refiner.refiner_blocks", refiner, "refiner", -len(refiner)),
+            ("transformer_blocks", model.transformer_blocks, "joint", 0),
+        )
+        return [
+            AttentionLayer(f"{path}.{i}.attn", first + i, kind, block.attn, block.attn.heads, block.attn.inner_dim // block.attn.heads)
+            for path, blocks, kind, first in parts
+            for i, block in enumerate(blocks)
+        ]
 
-    def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> HunyuanVideo15Processor:
-        """A `HunyuanVideo15Processor`."""
-        return HunyuanVideo15Processor(layer.name, recipe, kernel)
+    def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> HunyuanVideo15Processor | RefinerProcessor:
+        """A `HunyuanVideo15Processor`, or in the refiner HunyuanVideo's `RefinerProcessor`."""
+        return (RefinerProcessor if layer.kind == "refiner" else HunyuanVideo15Processor)(layer.name, recipe, kernel)
 
     def blocks(self, transformer: nn.Module) -> list[nn.Module]:
         """The transformer blocks, in order of execution."""

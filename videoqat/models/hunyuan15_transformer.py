@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from videoqat.errors import AttentionError
+from videoqat.models.hunyuan_processor import in_low_precision, silenced
 from videoqat.parallel.ulysses import Ulysses, attend_joint
 from videoqat.recipes import AttentionRecipe
 
@@ -58,10 +59,8 @@ class HunyuanVideo15Processor:
         q_text, k_text, v_text = (project(encoder_hidden_states).unflatten(2, (attn.heads, -1)) for project in projections)
         q_text, k_text = attn.norm_added_q(q_text), attn.norm_added_k(k_text)
         dtype = q.dtype
-        if torch.is_autocast_enabled(q.device.type):
-            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
-            low = torch.get_autocast_dtype(q.device.type)
-            q, k, v, q_text, k_text, v_text = (x.to(low) for x in (q, k, v, q_text, k_text, v_text))
+        length_B = self._text_lengths(attention_mask, q_text.shape[1])
+        q, k, v, q_text, k_text, v_text = in_low_precision(q, k, v, silenced(q_text, length_B, self.recipe), k_text, v_text)
         num_video = q.shape[1] if self.ulysses is None else self.ulysses.num_tokens
         observer = None if self.observer is None else functools.partial(self.observer, self.layer)
         out_BnHD, out_text_BLHD = attend_joint(
@@ -75,7 +74,7 @@ class HunyuanVideo15Processor:
             text_first=False,
             kernel=self.kernel,
             ulysses=self.ulysses,
-            kv_len=num_video + self._text_lengths(attention_mask, q_text.shape[1]),
+            kv_len=num_video + length_B,
             observer=observer,
         )
         video, text = (out.flatten(2, 3).to(dtype) for out in (out_BnHD, out_text_BLHD))
@@ -120,7 +119,7 @@ def forward(
     attention_kwargs: dict[str, Any] | None = None,
     return_dict: bool = True,
 ) -> Any:
-    """What `HunyuanVideo15Transformer3DModel.forward` computes, bit for bit, without a word between device and host.
+    """What `HunyuanVideo15Transformer3DModel.forward` computes, bit for bit, without the host waiting for numbers from the device.
 
     Args:
         model: the transformer; under sequence parallelism, hooks on its parts divide the video's tokens.

@@ -60,10 +60,10 @@ class HunyuanProcessor:
             q, k = (self._rotate(x, image_rotary_emb) for x in (q, k))
 
         text_len = None if attention_mask is None else self._text_lengths(attention_mask, *lengths)
-        q_text = _silenced(q_text, text_len, self.recipe)
+        q_text = silenced(q_text, text_len, self.recipe)
         num_video = lengths[0] if self.ulysses is None else self.ulysses.num_tokens
         dtype = q.dtype
-        q, k, v, q_text, k_text, v_text = _in_low_precision(q, k, v, q_text, k_text, v_text)
+        q, k, v, q_text, k_text, v_text = in_low_precision(q, k, v, q_text, k_text, v_text)
         out_BnHD, out_text_BLHD = attend_joint(
             q,
             k,
@@ -124,7 +124,7 @@ class RefinerProcessor:
         kv_len = None if attention_mask is None else self._lengths(attention_mask)
         observer = None if self.observer is None else functools.partial(self.observer, self.layer)
         dtype = q.dtype
-        q, k, v = _in_low_precision(_silenced(q, kv_len, self.recipe), k, v)
+        q, k, v = in_low_precision(silenced(q, kv_len, self.recipe), k, v)
         out = attend(q, k, v, self.recipe, kernel=self.kernel, ulysses=None, kv_len=kv_len, observer=observer)
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(dtype)))  # type: ignore[no-any-return]
 
@@ -156,7 +156,7 @@ def _normed(x_BNHD: Tensor, norm: Any) -> Tensor:
     return x_BNHD if norm is None else norm(x_BNHD)
 
 
-def _silenced(q_BLHD: Tensor, len_B: Tensor | None, recipe: AttentionRecipe) -> Tensor:
+def silenced(q_BLHD: Tensor, len_B: Tensor | None, recipe: AttentionRecipe) -> Tensor:
     """Queries of text. Those of padding are zero where the recipe looks at many queries at once: they must have no say in what is made of others."""
     if len_B is None or not (recipe.smooth_q or recipe.qk == "int8"):
         return q_BLHD
@@ -164,7 +164,7 @@ def _silenced(q_BLHD: Tensor, len_B: Tensor | None, recipe: AttentionRecipe) -> 
     return q_BLHD.masked_fill(padding_BL[:, :, None, None], 0.0)
 
 
-def _in_low_precision(*xs: Tensor) -> list[Tensor]:
+def in_low_precision(*xs: Tensor) -> list[Tensor]:
     """Under autocast in its dtype. Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the
     same numbers."""
     device = xs[0].device.type
