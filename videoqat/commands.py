@@ -63,6 +63,13 @@ COMMANDS: dict[str, Command] = {
         "videoqat export run=run out=tiny-wan-qat",
         "videoqat.training.export:plan",
     ),
+    "convert": Command(
+        cfg.ConvertConfig,
+        "videoqat.models.convert:convert",
+        "put a transformer that comes in one .safetensors file into a pipeline's folder, checked strictly",
+        "videoqat convert model=tiny-wan transformer_file=finetuned.safetensors out=tiny-wan-finetuned",
+        "videoqat.models.convert:plan",
+    ),
     "generate": Command(
         cfg.GenerateConfig,
         "videoqat.generation.batch:generate",

@@ -22,6 +22,7 @@ from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
     CompareConfig,
     CompareEntry,
+    ConvertConfig,
     DemoConfig,
     DoctorConfig,
     ExampleClipsConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "CompareAttentionConfig",
     "CompareConfig",
     "CompareEntry",
+    "ConvertConfig",
     "DemoConfig",
     "DoctorConfig",
     "EvidenceConfig",

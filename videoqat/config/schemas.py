@@ -93,6 +93,24 @@ class PreprocessConfig:
 
 
 @dataclass
+class ConvertConfig:
+    """A pipeline's folder whose transformer comes from one .safetensors file, with diffusers' names or those of its authors."""
+
+    model: str = model_setting()  # a pipeline of the same model, for the rest
+    transformer_file: str = MISSING
+    component: str = "transformer"
+    out: str = MISSING
+
+    def validate(self) -> None:
+        model_folder("model", self.model)
+        existing("transformer_file", self.transformer_file)
+        legal = "a .safetensors file: others can run any program when they are opened, or hold numbers in other formats"
+        require(self.transformer_file.endswith(".safetensors"), "transformer_file", self.transformer_file, legal)
+        choice("component", self.component, ("transformer", "transformer_2"))
+        require(not Path(self.out).exists(), "out", self.out, "a folder that is not there yet")
+
+
+@dataclass
 class GenerateConfig:
     """One video: `prompt="..." out=FILE.mp4`. Or many: `prompts=FILE out=FOLDER`; under torchrun, processes share them out.
 

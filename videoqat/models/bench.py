@@ -115,7 +115,7 @@ def _times(
                 torch.cuda.reset_peak_memory_stats(device)
             with record_receipts() as receipts:
                 output = _with(transformer, recipe, config.runtime.kernel, run)
-            one = {"name": recipe.name if recipe else STOCK, "receipts": [receipt.to_dict() for receipt in receipts], "milliseconds": []}
+            one: dict[str, Any] = {"name": recipe.name if recipe else STOCK, "receipts": [receipt.to_dict() for receipt in receipts], "milliseconds": []}
             one |= {"output_error": _distance(output, bf16_output), "finite": bool(output.isfinite().all())}
             if device.type == "cuda":
                 one["peak_bytes"] = torch.cuda.max_memory_allocated(device)
@@ -143,9 +143,9 @@ def _with(transformer: nn.Module, recipe: AttentionRecipe | None, kernel: str, r
 
 def _milliseconds(run: Callable[[], Any], device: torch.device) -> float:
     if device.type == "cpu":
-        begin = time.perf_counter()
+        started = time.perf_counter()
         run()
-        return (time.perf_counter() - begin) * 1e3
+        return (time.perf_counter() - started) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record(torch.cuda.current_stream(device))
     run()

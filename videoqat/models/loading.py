@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from videoqat.models.spec import read_model_json
-from videoqat.models.weights import check_weights
+from videoqat.models.weights import check_weights, weight_files
+from videoqat.parallel.sharding import kept_in_fp32
 
 
 def load_transformer(model_class: Any, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool, seed: int) -> nn.Module:
@@ -28,10 +29,31 @@ def load_transformer(model_class: Any, folder: str | Path, component: str, *, dt
             if name in stored and tensor.is_floating_point() and not any(part in name.split(".") for part in kept):
                 tensor.data = tensor.data.to(dtype)
         return model.eval()
-    with torch.device("meta"):
-        shapes = {key: value.shape for key, value in model_class.from_config(config).state_dict().items()}
+    model = build(model_class, folder, component)
+    expected = model.state_dict()
+    shapes = {name: tensor.shape for name, tensor in expected.items()}
     check_weights(Path(folder) / component, shapes, tuple(model_class._keys_to_ignore_on_load_unexpected or ()))
-    return model_class.from_pretrained(folder, subfolder=component, dtype=dtype, local_files_only=True).eval()
+    kept = kept_in_fp32(model)
+    fp32 = {name for name, parameter in model.named_parameters() if parameter in kept}
+    model.load_state_dict(_read(Path(folder) / component, {name: torch.float32 if name in fp32 else dtype for name in expected}), assign=True)
+    return model
+
+
+def _read(folder: Path, dtypes: dict[str, torch.dtype]) -> dict[str, Tensor]:
+    """The tensors in a folder's weight files, those of floating point numbers in the dtypes wanted.
+
+    Each is copied out of its file, which is closed before the next is opened: the host needs room for what is returned and one file. (diffusers'
+    `from_pretrained` leaves tensors that need no other dtype in their files; a few small ones in each keep all files in memory, whole.)
+    """
+    from safetensors import safe_open
+
+    found = {}
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as handle:
+            for name in dtypes.keys() & handle.keys():
+                tensor = handle.get_tensor(name)
+                found[name] = tensor.to(dtypes[name] if tensor.is_floating_point() else tensor.dtype, copy=True)
+    return found
 
 
 def build(model_class: Any, folder: str | Path, component: str) -> nn.Module:

@@ -237,6 +237,12 @@ def family_of(folder: str | Path) -> ModelFamily:
     Raises:
         CheckpointError: no such folder, not a pipeline's folder, or a pipeline of no family here; the supported ones are named.
     """
+    if (Path(folder) / "config.json").is_file() and not (Path(folder) / "model_index.json").is_file():
+        part = read_model_json(folder, "config.json").get("_class_name")
+        raise CheckpointError(
+            f"{folder} holds a part of a pipeline alone, a {part}; a model is the folder with model_index.json, in which each part has a folder: "
+            "put this one in the place of the transformer there"
+        )
     pipeline_class = read_model_json(folder, "model_index.json").get("_class_name")
     for family in families():
         if pipeline_class in family.pipeline_classes:
