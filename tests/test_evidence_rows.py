@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -71,13 +72,18 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
     assert rows["NVFP4"]["videos"][0]["fidelity"]["ssim_mean"] < 1
 
 
-def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceConfig, dict]) -> None:
+def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
     config, told = made
     (Path(config.out) / "rows" / "attn-qat-seed3" / "result.json").unlink()
     assert plan(config)["missing"] == [str(Path(config.out) / "rows" / "attn-qat-seed3")]
     with in_this_process() as begun:
         again = run(config)
     assert [words[:2] for words in begun] == [["evidence", "measure"]]
+    shutil.copytree(Path(config.out) / "rows", tmp_path / "kept" / "rows")
+    with in_this_process() as begun:  # where nothing but the results was kept
+        kept = run(replace(config, out=str(tmp_path / "kept")))
+    assert begun == []
+    assert [row["name"] for row in kept["rows"]] == [row["name"] for row in told["rows"]]
     assert [row["clip_losses"] for row in again["rows"]] == [row["clip_losses"] for row in told["rows"]]
 
 

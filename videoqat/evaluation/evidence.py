@@ -177,6 +177,8 @@ class _Runner:
             return [problem for problem in done if problem]
 
     def _chain(self, chain: Chain) -> str | None:
+        if all((self.row(row, chain.seed) / RESULT).is_file() for row in chain.rows):
+            return None  # also where only the results were kept
         device = self.devices.get()
         try:
             for words, done, log in self._commands(chain, device):
