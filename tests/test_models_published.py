@@ -1,6 +1,7 @@
 """Published models: their sizes, and what the documentation says that they need."""
 
 import dataclasses
+import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_the_documented_memory_is_what_doctor_says(name: str) -> None:
     assert memory["total"] == sum(memory[part] for part in ("encoders", "transformers", "denoising"))
     assert memory["transformers"] >= 2 * len(published()[name].components) * described["transformer"]["parameters"]
     assert memory["offloaded"] < memory["total"]
+
+
+@pytest.mark.parametrize("name", ["wan2.1-t2v-1.3b", "hunyuanvideo"])
+def test_the_estimate_is_what_a_gpu_took(tmp_path: Path, name: str) -> None:
+    """Against the peaks that `bench forward` measured on an H200."""
+    measured = json.loads((ROOT / f"docs/benchmarks/2026-11-forward-h200-{name}.json").read_text())
+    folder = str(write_folder(tmp_path / "model", name))
+    estimate = memory.generation_memory(folder, parse_bucket("size", measured["size"]), {"text_encoder": 0})
+    bf16 = next(one for one in measured["contenders"] if one["name"] == "bf16")
+    assert estimate["transformers"] == pytest.approx(measured["weight_bytes"], rel=0.001)
+    assert estimate["offloaded"] == pytest.approx(bf16["peak_bytes"], rel=0.06)
 
 
 def test_doctor_knows_published_names(capsys: pytest.CaptureFixture[str]) -> None:

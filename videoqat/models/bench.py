@@ -115,7 +115,11 @@ def _times(
                 torch.cuda.reset_peak_memory_stats(device)
             with record_receipts() as receipts:
                 output = _with(transformer, recipe, config.runtime.kernel, run)
-            one: dict[str, Any] = {"name": recipe.name if recipe else STOCK, "receipts": [receipt.to_dict() for receipt in receipts], "milliseconds": []}
+            one: dict[str, Any] = {
+                "name": recipe.name if recipe else STOCK,
+                "receipts": [receipt.to_dict() for receipt in receipts],
+                "milliseconds": [],
+            }
             one |= {"output_error": _distance(output, bf16_output), "finite": bool(output.isfinite().all())}
             if device.type == "cuda":
                 one["peak_bytes"] = torch.cuda.max_memory_allocated(device)
