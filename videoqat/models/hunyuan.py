@@ -2,8 +2,8 @@
 
 Attention is joint: video tokens first, then text, in one sequence. Dual blocks project the two by weights of their own, single blocks by the same;
 video tokens' queries and keys are rotated. Text is padded to a common length behind it, and the padding is masked: that comes to a number of keys
-for each sample, and to no mask over pairs of tokens. So padding tokens are queries whose results nobody reads, and never keys: however long
-the padding and whatever stands in it, the video is the same. Before the blocks a refiner has the text attend to itself; its attention is of the
+for each sample, and to no mask over pairs of tokens. So padding tokens are queries whose results nobody reads, and never keys: whatever stands in
+them, the video is the same. Before the blocks a refiner has the text attend to itself; its attention is of the
 kind `refiner`, which no recipe quantises unless asked to.
 
 Two encoders read a prompt: Llama inside a template that asks for a description (its first 95 tokens are cropped away), and CLIP, of which one
