@@ -16,6 +16,7 @@ from videoqat.commands import COMMANDS
 from videoqat.provenance import provenance
 
 SMALL = ["sampling.num_frames=5", "sampling.height=32", "sampling.width=32", "sampling.num_inference_steps=1"]
+WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 Run = Callable[..., tuple[int, str, str]]
 
 
@@ -110,11 +111,13 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         "preprocess": ["preprocess", f"model.path={model}", f"source={tiny_cache.parent / 'clips'}", f"out={out}", "buckets=[5x32x32]"],
         "train": train_words(model, tiny_cache, out),
         "export": ["export", f"run={trained}", f"out={out}"],
+        "convert": ["convert", f"model={model}", f"transformer_file={model / WEIGHTS}", f"out={out}"],
         "generate": ["generate", f"model={model}", "prompt=a cat", f"out={out}.mp4", *SMALL],
         "compare": ["compare", entries, f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
         "compare-attention": ["compare-attention", f"model={model}", f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
         "sensitivity": ["sensitivity", f"model={model}", f"cache={tiny_cache}", f"out={out}"],
         "bench attention": ["bench", "attention", "num_tokens=16"],
+        "bench forward": ["bench", "forward", "model=tiny", "size=5x32x32"],
         "bench training": ["bench", "training", f"work={out}", "model=tiny", "size=5x32x32"],
         "doctor": ["doctor", f"model={model}", "size=5x32x32"],
     }

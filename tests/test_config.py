@@ -39,6 +39,9 @@ def required(schema: type, folder: Path) -> list[str]:
         return [f"entries={entries}", f"prompts={prompts}", f"out={folder / 'out'}"]
     if schema is cfg.CompareAttentionConfig:
         return [f"model={folder}", f"prompts={prompts}", f"out={folder / 'out'}"]
+    if schema is cfg.ConvertConfig:
+        (folder / "file.safetensors").touch()
+        return [f"model={folder}", f"transformer_file={folder / 'file.safetensors'}", f"out={folder / 'out'}"]
     if schema is cfg.ExportConfig:
         return [f"run={folder}", f"out={folder / 'out'}"]
     if schema in (cfg.ExampleClipsConfig, cfg.ExampleModelConfig):

@@ -249,6 +249,8 @@ class DoctorConfig:
     def validate(self) -> None:
         if self.size:
             parse_bucket("size", self.size)
+        if "/" in self.model:  # other names are known where models are
+            model_folder("model", self.model)
         require(not (self.model and self.models), "models", self.models, "false where model is given")
 
 
