@@ -21,6 +21,7 @@ from videoqat.config import (
     ExampleModelConfig,
     ExportConfig,
     GenerateConfig,
+    GenerationRuntimeConfig,
     LoopConfig,
     ModelConfig,
     PreprocessConfig,
@@ -52,6 +53,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 SIZES = {"cogvideox": (9, 64, 64)}
 CPU = RuntimeConfig(device="cpu")
+GENERATING = GenerationRuntimeConfig(device="cpu")
 
 
 def size_of(name: str) -> tuple[int, int, int]:
@@ -181,7 +183,14 @@ def test_from_the_cache_to_an_exported_models_video(name: str, device: str, root
     assert any(not torch.equal(old, new) for old, new in zip(before.parameters(), after.parameters(), strict=True))
     out = str(tmp_path / "video.mp4")
     made = generate(
-        GenerateConfig(model=str(tmp_path / "model"), prompt="a bag moves up", image=image, out=out, sampling=sampling(name), runtime=runtime)
+        GenerateConfig(
+            model=str(tmp_path / "model"),
+            prompt="a bag moves up",
+            image=image,
+            out=out,
+            sampling=sampling(name),
+            runtime=GenerationRuntimeConfig(device=device),
+        )
     )
     assert made["image_sha256"] == hashlib.sha256(Path(image).read_bytes()).hexdigest()
     assert made["config"]["image"] == image
@@ -190,7 +199,7 @@ def test_from_the_cache_to_an_exported_models_video(name: str, device: str, root
 
 
 def generate_config(root: Path, name: str, out: Path, **changes: Any) -> GenerateConfig:
-    return dataclasses.replace(GenerateConfig(model=str(root / name), out=str(out), sampling=sampling(name), runtime=CPU), **changes)
+    return dataclasses.replace(GenerateConfig(model=str(root / name), out=str(out), sampling=sampling(name), runtime=GENERATING), **changes)
 
 
 def test_images_that_cannot_be_used_are_refused_before_weights_are_loaded(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,7 +265,7 @@ def test_a_comparison_with_images(root: Path, caches: dict[str, Path], tmp_path:
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     entries = [CompareEntry(recipe, str(root / "wan"), recipe) for recipe in ("bf16", "attn_qat")]
     config = CompareConfig(
-        entries=entries, prompts=str(tmp_path / "prompts.jsonl"), out=str(tmp_path / "out"), sampling=sampling("wan"), runtime=CPU,
+        entries=entries, prompts=str(tmp_path / "prompts.jsonl"), out=str(tmp_path / "out"), sampling=sampling("wan"), runtime=GENERATING,
         validation_cache=str(caches["wan"]), validation_samples=1, validation_timesteps=1,
     )  # fmt: skip
     report = compare(config)
