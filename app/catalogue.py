@@ -78,6 +78,8 @@ def _model(served: ServedModel) -> Model:
     try:
         check_sampling(served.path, sampling)
         family = family_of(served.path)
+        if family.takes_image(served.path) == "required":
+            raise UserError(f"{served.path} needs a first frame, and requests have none; legal: models that make videos of text alone")
         shifts = family.noise_schedule(served.path).flow_shift is not None
         return Model(served.name, served.path, served.recipe, sampling, read_recipe(served.path), family.name, shifts)
     except UserError as error:

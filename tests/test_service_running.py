@@ -183,6 +183,20 @@ def test_killed_workers_and_servers_lose_nothing(service):
     assert len([name for name in files(service) if name.endswith(".mp4") and any(video in name for video in ids)]) == 21
 
 
+@pytest.mark.slow
+def test_without_settings_it_serves_a_tiny_model_to_this_machine_alone(tmp_path):
+    running = Running(tmp_path / "videoqat-service", None)
+    try:
+        assert running.url.startswith("http://127.0.0.1:")
+        assert [model["id"] for model in running.http.get("/v1/models").json()["data"]] == ["tiny-wan"]
+        assert running.http.get("/v1/queue").json()["workers"][0]["models"] == ["tiny-wan"]  # warmed up
+        first = running.submit(compare=True)
+        assert running.until(first["id"])["result"]["recipe"]["name"] == "bf16"
+    finally:
+        assert running.stop() == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"videoqat-service", "videoqat-service.yaml", "videoqat-service.log"}
+
+
 def test_told_to_end_it_lets_go_of_what_is_in_progress(service):
     running, waiting = service.submit(**LONG), service.submit()
     wait_for(lambda: (service.get(running["id"])["stage"] or {"step": 0})["step"] >= 1, "it denoises")

@@ -34,10 +34,12 @@ def wait_for(what: Callable[[], Any], why: str, patience_s: float = PATIENCE_S) 
 class Running:
     """A server with its workers, started with `settings`, in `folder`."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any] | None) -> None:
+        """Without settings it is `videoqat serve` as it comes, in the folder that it takes then, but for the port, which others may have."""
         self.folder = folder
         self.config = folder.with_suffix(".yaml")
-        self.config.write_text(yaml.safe_dump({"folder": str(folder), "port": 0, "warm_up": False, "devices": ["cpu"], **settings}))
+        quick = {"folder": str(folder), "warm_up": False, "devices": ["cpu"]}
+        self.config.write_text(yaml.safe_dump({"port": 0} | ({} if settings is None else quick | settings)))
         self.log = folder.with_suffix(".log")
         self.start()
 
