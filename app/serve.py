@@ -24,8 +24,9 @@ PATIENCE_S = 15.0  # for requests, then for a worker's denoising step, when the 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a worker that ended is started again
 
 
-def _need_extra() -> None:
-    missing = [name for name in ("fastapi", "huey", "prometheus_client", "sqlalchemy", "uvicorn") if importlib.util.find_spec(name) is None]
+def _need_extra(*more: str) -> None:
+    names = ("fastapi", "huey", "prometheus_client", "sqlalchemy", "uvicorn", *more)
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"serving needs {missing[0]}, which is not installed; legal: pip install 'videoqat[serve]'")
 
@@ -36,7 +37,7 @@ def plan(config: ServeConfig) -> dict[str, Any]:
     Raises:
         UserError: something that can't be served.
     """
-    _need_extra()
+    _need_extra(*(["gradio"] if config.page else []))
     devices = _devices(config)
     shown = [_plan_device(config, device) for device in devices]
     return {"url": f"http://{config.host}:{config.port}", "models": [model.name for model in config.models] or ["tiny-wan"], "workers": shown}
@@ -155,7 +156,7 @@ def serve(config: ServeConfig) -> dict[str, Any]:
     Raises:
         UserError: port, folder, database, queue or models can't be used.
     """
-    _need_extra()
+    _need_extra(*(["gradio"] if config.page else []))
     import uvicorn
 
     from app.comparisons import Comparisons
@@ -182,6 +183,10 @@ def serve(config: ServeConfig) -> dict[str, Any]:
         from app.server import Service, create_app
 
         app = create_app(Service(config, open_catalogue(config), jobs, comparisons, queue, sending))
+        if config.page:
+            from app.ui import add_page
+
+            add_page(app)
         keeper.start()
         options: dict[str, Any] = {"log_level": "warning", "access_log": config.access_log, "server_header": False}
         say(f"videoqat serves at {url} (its API: {url}/docs); workers are starting")

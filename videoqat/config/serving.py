@@ -168,6 +168,7 @@ class ServeConfig(ServiceConfig):
     keep_hours: float = 168.0  # how long a video is kept after it ended
     limits: LimitsConfig = field(default_factory=LimitsConfig)
     access_log: bool = False
+    page: bool = True  # the web page at /; the API is there without it
 
     def validate(self) -> None:
         super().validate()
