@@ -2,10 +2,12 @@
 
 import math
 import random
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Engine, func, insert, select, update
+from sqlalchemy import Connection as Database
+from sqlalchemy import Engine, func, insert, select, update
 
 from app.jobs import Row, new_id
 from app.tables import ENDED, ballots, comparisons, now, videos, writing
@@ -118,10 +120,18 @@ def _result(first: str, second: str, first_better: int, second_better: int, ties
     return {"first": first, "second": second, **counts, "first_share": share, "interval_95": [max(0.0, low), min(1.0, high)]}
 
 
-def _with_videos(connection: Connection, rows: list[Row]) -> list[Row]:
+def _with_videos(connection: Database, rows: list[Row]) -> list[Row]:
     wanted = [row["id"] for row in rows]
     found = connection.execute(select(videos).where(videos.c.comparison_id.in_(wanted)).order_by(videos.c.comparison_index)).mappings().all()
     return [row | {"videos": [dict(video) for video in found if video["comparison_id"] == row["id"]]} for row in rows]
+
+
+def measure_into(sending: Connection, folder: str, files: list[tuple[str, str]]) -> None:
+    """Sends what `measure` finds, or why it finds nothing, in `error`."""
+    try:
+        sending.send(measure(folder, files))
+    except Exception as error:  # a file that was deleted meanwhile, say
+        sending.send({"error": f"{type(error).__name__}: {error}"})
 
 
 def measure(folder: str, files: list[tuple[str, str]]) -> dict[str, Any]:

@@ -5,12 +5,12 @@ Every server runs one. All it does to the database is conditional (`jobs.py`), s
 
 import threading
 import time
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from app.comparisons import Comparisons, measure
+from app.comparisons import Comparisons, measure_into
 from app.jobs import Jobs
 from app.queue import Queue
 from videoqat.console import say
@@ -18,6 +18,7 @@ from videoqat.console import say
 EVERY_S = 2.0
 ORPHANS_EVERY_S = 600.0
 ORPHAN_AGE_S = 600.0
+MEASURED_WITHIN_S = 1800.0
 
 
 class Keeper:
@@ -36,27 +37,28 @@ class Keeper:
         self.jobs, self.comparisons, self.queue, self.sending = jobs, comparisons, queue, sending
         self.folder, self.keep_s = folder, keep_s
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._measuring: dict[str, Future[dict[str, object]]] = {}
-        self._pool: ProcessPoolExecutor | None = None
+        duties = ((self.reap, self.resend, self.clear), (self.measure,))  # measuring takes long, and none of the others may wait for it
+        self._threads = [threading.Thread(target=self._run, args=some, daemon=True) for some in duties]
+        self._measuring: BaseProcess | None = None
         self._orphans_at = 0.0
 
     def start(self) -> None:
-        """Begins, in a thread of its own."""
-        self._thread.start()
+        """Begins, in threads of its own."""
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends it, if it has begun."""
         self._stopping.set()
-        self._thread.join(timeout=10)
-        if self._pool is not None:
-            for process in list((self._pool._processes or {}).values()):
-                process.terminate()
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._measuring is not None:
+            self._measuring.terminate()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=10)
 
-    def _run(self) -> None:
+    def _run(self, *duties: Callable[[], None]) -> None:
         while not self._stopping.is_set():
-            for duty in (self.reap, self.resend, self.clear, self.measure):
+            for duty in duties:
                 try:
                     duty()
                 except Exception as error:  # a database or queue that is away comes back
@@ -93,21 +95,24 @@ class Keeper:
                 path.unlink(missing_ok=True)
 
     def measure(self) -> None:
-        """Comparisons that are complete are measured, in another process: it takes long and would make requests wait."""
-        for comparison, future in list(self._measuring.items()):
-            if not future.done():
-                continue
-            del self._measuring[comparison]
-            error = future.exception()
-            if isinstance(error, BrokenProcessPool):
-                self._pool = None
-            self.comparisons.measured(comparison, future.result() if error is None else {"error": f"{type(error).__name__}: {error}"})
+        """Comparisons that are complete are measured, each in a process of its own: it takes long, and would make requests wait."""
         for row in self.comparisons.unmeasured():
-            if row["id"] not in self._measuring:
-                files = [(video["id"], video["file"]) for video in row["videos"] if video["status"] == "completed"]
-                if self._pool is None:
-                    self._pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-                self._measuring[row["id"]] = self._pool.submit(measure, str(self.folder), files)
+            if self._stopping.is_set():
+                return
+            files = [(video["id"], video["file"]) for video in row["videos"] if video["status"] == "completed"]
+            context = get_context("spawn")
+            receiving, sending = context.Pipe(duplex=False)
+            self._measuring = context.Process(target=measure_into, args=(sending, str(self.folder), files), daemon=True)
+            self._measuring.start()
+            sending.close()
+            try:
+                found = receiving.recv() if receiving.poll(MEASURED_WITHIN_S) else {"error": f"not measured within {MEASURED_WITHIN_S:.0f} s"}
+            except EOFError:
+                found = {"error": "the process that measured it ended without a word"}
+            self._measuring.terminate()
+            self._measuring.join()
+            if not self._stopping.is_set():
+                self.comparisons.measured(row["id"], found)
 
 
 def remove(folder: Path, file: str) -> None:

@@ -210,3 +210,4 @@ def test_told_to_end_it_lets_go_of_what_is_in_progress(service):
     assert [jobs.get(video["id"])["status"] for video in (running, waiting)] == ["queued", "queued"]
     assert jobs.get(running["id"])["crashes"] == 0
     assert jobs.workers() == []
+    wait_for(lambda: not service.processes(), "no process of this server, nor of the one that was killed, is left")

@@ -38,7 +38,7 @@ class Running:
         """Without settings it is `videoqat serve` as it comes, in the folder that it takes then, but for the port, which others may have."""
         self.folder = folder
         self.config = folder.with_suffix(".yaml")
-        quick = {"folder": str(folder), "warm_up": False, "devices": ["cpu"]}
+        quick = {"folder": str(folder), "warm_up": False, "page": False, "devices": ["cpu"]}
         self.config.write_text(yaml.safe_dump({"port": 0} | ({} if settings is None else quick | settings)))
         self.log = folder.with_suffix(".log")
         self.start()
@@ -82,6 +82,15 @@ class Running:
         """Of the only worker."""
         (worker,) = self.http.get("/v1/queue").json()["workers"]
         return int(worker["pid"])
+
+    def processes(self) -> list[int]:
+        """Every process that was started in the service's folder, by whichever of its servers."""
+        found = []
+        for process in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if process.name.isdigit() and (process / "cwd").readlink() == self.folder.parent:
+                    found.append(int(process.name))
+        return found
 
     def stop(self) -> int:
         """Told to end, it does. Returns its exit code."""
