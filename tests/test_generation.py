@@ -10,7 +10,7 @@ import torch
 from helpers.pipelines import change_weights, enliven
 from helpers.training import tiny_config
 
-from videoqat.config import ExportConfig, GenerateConfig, RuntimeConfig, SamplingConfig
+from videoqat.config import ExportConfig, GenerateConfig, GenerationRuntimeConfig, RuntimeConfig, SamplingConfig, VideoParallelConfig
 from videoqat.data.video_io import read_video
 from videoqat.errors import CheckpointError, ConfigError, NonFiniteVideo, UserError
 from videoqat.generation import single
@@ -254,7 +254,13 @@ def test_generate_writes_a_video_and_all_it_takes_to_make_it_again(model, tmp_pa
     # From the record alone to the same video.
     saved = record["config"]
     again = GenerateConfig(
-        **{**saved, "sampling": SamplingConfig(**saved["sampling"]), "runtime": RuntimeConfig(**saved["runtime"]), "overwrite": True}
+        **{
+            **saved,
+            "sampling": SamplingConfig(**saved["sampling"]),
+            "runtime": GenerationRuntimeConfig(**saved["runtime"]),
+            "parallel": VideoParallelConfig(**saved["parallel"]),
+            "overwrite": True,
+        }
     )
     first = out.read_bytes()
     generate(again)

@@ -12,7 +12,7 @@ from helpers.pipelines import change_weights, enliven
 from helpers.ranks import outcomes, run_ranks
 
 from videoqat.cli import main
-from videoqat.config import GenerateConfig, RuntimeConfig, SamplingConfig
+from videoqat.config import GenerateConfig, GenerationRuntimeConfig, SamplingConfig, VideoParallelConfig
 from videoqat.errors import NonFiniteVideo, UserError
 from videoqat.generation import batch, single
 from videoqat.generation.batch import generate, plan
@@ -35,7 +35,7 @@ def config_for(model: Path, prompts: Path, out: Path, **changes) -> GenerateConf
         "prompts": str(prompts),
         "out": str(out),
         "sampling": SAMPLING,
-        "runtime": RuntimeConfig(device="cpu"),
+        "runtime": GenerationRuntimeConfig(device="cpu"),
         "seed": 7,
     }
     return GenerateConfig(**{**settings, **changes})
@@ -141,10 +141,10 @@ def test_what_is_wrong_is_named_with_its_line_before_anything_is_loaded(model, t
         ({"prompts": "", "prompt": "a cat", "samples_per_prompt": 1}, "out=.*mp4, or a folder"),
         ({"prompts": "nowhere.txt"}, "nowhere.txt.*existing file"),
         ({"out": "a.mp4"}, "out='a.mp4'.*a folder"),
-        ({"samples_per_prompt": 0}, "samples_per_prompt=0"),
+        ({"samples_per_prompt": -1}, "samples_per_prompt=-1"),
         ({"seed": 2**63}, "line 2: seed=9223372036854775808"),
         ({"recipe": "fp3"}, "fp3.*attn_qat"),
-        ({"recipe": "attn_qat", "runtime": RuntimeConfig(device="cpu", kernel="sdpa")}, "sdpa"),
+        ({"recipe": "attn_qat", "runtime": GenerationRuntimeConfig(device="cpu", kernel="sdpa")}, "sdpa"),
     ],
 )
 def test_settings_that_cannot_be(config, tmp_path, monkeypatch, changes, words):
@@ -224,7 +224,8 @@ def test_each_video_is_what_one_command_makes_and_comes_with_all_it_takes(model,
     saved = record["config"]
     assert (saved["prompt"], saved["seed"]) == (PROMPTS[1], 7 + 2 + 1)
     assert {r["kernel"] for r in record["receipts"]} == {"sdpa"}
-    again = {**saved, "sampling": SamplingConfig(**saved["sampling"]), "runtime": RuntimeConfig(**saved["runtime"])}
+    groups = {"sampling": SamplingConfig, "runtime": GenerationRuntimeConfig, "parallel": VideoParallelConfig}
+    again = saved | {key: group(**saved[key]) for key, group in groups.items()}
     new = single.generate(GenerateConfig(**{**again, "out": str(tmp_path / "again.mp4")}))
     assert (tmp_path / "again.mp4").read_bytes() == contents(finished)[f"{NAMES[1]}-1.mp4"]
     assert len(set(contents(finished).values())) == 6, "seeds that change nothing"
@@ -271,7 +272,7 @@ def test_other_settings_are_refused_or_made_again(model, tmp_path, monkeypatch, 
         "sampling.max_text_tokens=16, not 24": {"sampling": dataclasses.replace(SAMPLING, max_text_tokens=24)},
         "seed=7, not 8": {"seed": 8},
         "recipe.*bf16.*attn_qat": {"recipe": "attn_qat"},
-        "dtype='torch.float32', not 'torch.bfloat16'": {"runtime": RuntimeConfig(device="cpu", dtype="bfloat16")},
+        "dtype='torch.float32', not 'torch.bfloat16'": {"runtime": GenerationRuntimeConfig(device="cpu", dtype="bfloat16")},
     }
     rendered.clear()
     for words, changes in others.items():

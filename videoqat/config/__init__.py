@@ -17,7 +17,7 @@ from videoqat.config.bench import (
 )
 from videoqat.config.checks import check_frames, choice, existing, hub_name, model_folder, parse_bucket, require
 from videoqat.config.evidence import EvidenceConfig, JudgeConfig, MeasureConfig, Row, Training, TrainJudgesConfig
-from videoqat.config.groups import GenerationRuntimeConfig, ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
+from videoqat.config.groups import GenerationRuntimeConfig, ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, VideoParallelConfig
 from videoqat.config.loading import load, to_dict, to_yaml
 from videoqat.config.schemas import (
     CompareConfig,
@@ -75,6 +75,7 @@ __all__ = [
     "TrainJudgesConfig",
     "Training",
     "ValidationConfig",
+    "VideoParallelConfig",
     "WorkerConfig",
     "check_frames",
     "choice",

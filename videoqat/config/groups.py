@@ -70,16 +70,33 @@ class GenerationRuntimeConfig(RuntimeConfig):
     offload: str = "none"  # none | model (each part of the pipeline waits in the host's memory for its turn) | sequential (each of its modules)
     vae_tiling: bool = False  # decode in overlapping tiles
     vae_slicing: bool = False  # decode the videos of a batch one by one
+    compile: bool = False  # torch.compile of the transformer, block by block: the first video of a size and recipe takes longer, the others less
 
     def validate(self) -> None:
         super().validate()
         choice("runtime.offload", self.offload, ("none", "model", "sequential"))
+        whole = not self.compile or self.offload != "sequential"
+        require(whole, "runtime.compile", self.compile, "false with runtime.offload=sequential, which moves weights within blocks")
 
     def resolve(self) -> "tuple[torch.device, torch.dtype]":
         """As `RuntimeConfig.resolve`; from a CPU nothing can be moved away."""
         device, dtype = super().resolve()
         require(self.offload == "none" or device.type != "cpu", "runtime.offload", self.offload, f"none on device {device}: it is the host's memory")
         return device, dtype
+
+
+@dataclass
+class VideoParallelConfig:
+    """How torchrun's processes divide videos: world size = (videos at a time) * cfg * sp, sp innermost (neighbours on one host)."""
+
+    sp: int = 1  # ranks that divide a video's tokens (Ulysses); a divisor of the model's heads
+    cfg: int = 1  # 2: the forwards with and without the prompt by two ranks (times sp)
+    ulysses_wire: str = "auto"  # how q, k, v travel between ranks that divide tokens: auto | bf16 (as they are) | packed (4-bit codes)
+
+    def validate(self) -> None:
+        require(self.sp >= 1, "parallel.sp", self.sp, "at least 1")
+        require(self.cfg in (1, 2), "parallel.cfg", self.cfg, "1, 2 (with the prompt, and without)")
+        choice("parallel.ulysses_wire", self.ulysses_wire, ("auto", "bf16", "packed"))
 
 
 @dataclass

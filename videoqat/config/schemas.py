@@ -6,8 +6,18 @@ from pathlib import Path
 from omegaconf import MISSING
 
 from videoqat.config.checks import check_frames, choice, existing, model_folder, parse_bucket, require
-from videoqat.config.groups import GenerationRuntimeConfig, ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, model_setting
+from videoqat.config.groups import (
+    GenerationRuntimeConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    RuntimeConfig,
+    SamplingConfig,
+    VideoParallelConfig,
+    model_setting,
+)
 from videoqat.recipes import get_recipe
+
+VBENCH_SAMPLES = 5  # of each prompt, as VBench's instructions for sampling say (prompts/README.md there)
 
 
 @dataclass
@@ -112,13 +122,15 @@ class ConvertConfig:
 
 @dataclass
 class GenerateConfig:
-    """One video: `prompt="..." out=FILE.mp4`. Or many: `prompts=FILE out=FOLDER`; under torchrun, processes share them out.
+    """One video: `prompt="..." out=FILE.mp4`. Or many: `prompts=FILE out=FOLDER`; under torchrun, processes share them out, and with `parallel.sp` or
+    `parallel.cfg` divide each among several.
 
     FILE is .txt (one prompt a line, # starts a comment line), .csv (with a header) or .jsonl. The latter two have `prompt` and, if wanted, seed,
     num_frames, height, width, fps, num_inference_steps, guidance_scale, negative_prompt and flow_shift of each line, which override `sampling.*`;
     and, for an image-to-video model, `image`: a path as seen from FILE's folder.
     FOLDER gets {prompt}-{index}.mp4, a .json beside each, manifest.json and, where some failed, failed.jsonl. The same command again makes what is
     missing. A video's seed is seed + (number of its prompt, from 0) * samples_per_prompt + index; a line's own seed replaces the first two.
+    With `vbench` FOLDER is what VBench's `--videos_path` wants: five videos of each prompt, each named by its prompt to the letter.
     """
 
     model: str = model_setting()  # a diffusers folder, exported by videoqat or not, or org/name[@REVISION] on the hub
@@ -126,33 +138,43 @@ class GenerateConfig:
     prompt: str = ""
     prompts: str = ""  # a file of them, instead of one
     image: str = ""  # of one video, for a model that takes one: its first frame, brought to the video's size as the pipeline does
-    samples_per_prompt: int = 1  # of a prompt in the file
+    samples_per_prompt: int = 0  # of a prompt in the file; 0: one, with vbench=true five
+    vbench: bool = False
+    warm_up: bool = False  # with `prompts`: before the first video of each size one that nobody sees, so that no timing has first costs in it
     seed: int = 0
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
     overwrite: bool = False
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
+    parallel: VideoParallelConfig = field(default_factory=VideoParallelConfig)
+
+    @property
+    def samples(self) -> int:
+        """Videos of each prompt."""
+        return self.samples_per_prompt or (VBENCH_SAMPLES if self.vbench else 1)
 
     def validate(self) -> None:
         model_folder("model", self.model)
+        require(self.samples_per_prompt >= 0, "samples_per_prompt", self.samples_per_prompt, "0 (one, or with vbench=true five) or more")
         if self.prompts:
             require(not self.prompt, "prompt", self.prompt, "nothing where prompts=FILE is given: one of the two")
             require(not self.image, "image", self.image, "nothing where prompts=FILE is given: a column `image` of a .csv or .jsonl")
             existing("prompts", self.prompts)
             choice("prompts: the file's ending", Path(self.prompts).suffix.lower(), (".txt", ".csv", ".jsonl"))
-            require(self.samples_per_prompt >= 1, "samples_per_prompt", self.samples_per_prompt, "at least 1")
             require(self.seed >= 0, "seed", self.seed, "0 or more")
             folder = not self.out.endswith(".mp4") and not Path(self.out).is_file()
             require(folder, "out", self.out, "a folder where prompts=FILE is given")
         else:
             require(bool(self.prompt.strip()), "prompt", self.prompt, "some text, or prompts=FILE with many")
-            require(self.samples_per_prompt == 1, "samples_per_prompt", self.samples_per_prompt, "1 without prompts=FILE")
+            require(self.samples_per_prompt <= 1, "samples_per_prompt", self.samples_per_prompt, "1 without prompts=FILE")
+            for key in ("vbench", "warm_up"):
+                require(not getattr(self, key), key, True, "false without prompts=FILE")
             require(self.out.endswith(".mp4"), "out", self.out, "a path that ends in .mp4, or a folder where prompts=FILE is given")
             require(self.overwrite or not Path(self.out).exists(), "out", self.out, "a file that is not there yet, or overwrite=true")
         if self.recipe != "checkpoint":
             get_recipe(self.recipe)
-        self.sampling.validate()
-        self.runtime.validate()
+        for part in (self.sampling, self.runtime, self.parallel):
+            part.validate()
 
 
 @dataclass

@@ -1,13 +1,13 @@
 """`videoqat generate`: one video, or one for each line of a file, by one process or by many.
 
 Under torchrun the videos that are missing are dealt out, one to each process in turn; every process has an engine on a device of its own and waits
-for nobody until its share is done. A video depends on its prompt, its settings and its seed alone, so the number of processes may change from one run
+for nobody until its share is done. Where `parallel.sp` or `parallel.cfg` say so, they are dealt out to groups of processes that make each video
+together (`generation.division`). A video depends on its prompt, its settings and its seed alone, so the number of processes may change from one run
 to the next. What is finished is told by the files: an .mp4 that is whole and a .json that says the same settings. So the same command again, after
 whatever ended it, makes what is missing.
 """
 
 import dataclasses
-import hashlib
 import json
 import sys
 import traceback
@@ -18,16 +18,18 @@ from typing import Any
 
 import torch
 
-from videoqat.config import GenerateConfig, ParallelConfig, to_dict
+from videoqat.config import GenerateConfig, to_dict
 from videoqat.console import own_rank, progress, say
 from videoqat.data.precompute import file_hash
-from videoqat.errors import ConfigError, NonFiniteError, UserError
+from videoqat.errors import NonFiniteError, UserError
 from videoqat.files import atomic_path, file_stats, write_json
 from videoqat.generation import single
+from videoqat.generation.division import Division, check_division, check_guided, open_division
 from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
+from videoqat.generation.pool import warm_up
 from videoqat.generation.prompts import Video, videos
 from videoqat.parallel.folder import check_ours, sole_user
-from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh, world_size_from_launcher
+from videoqat.parallel.mesh import collective_errors, world_size_from_launcher
 from videoqat.provenance import provenance
 
 COMMAND = "generate prompts=FILE"
@@ -47,14 +49,13 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
     """
     config.validate()
     if not config.prompts:
-        if world_size_from_launcher() > 1:
-            raise ConfigError("prompt= makes one video, in one process; legal under torchrun: prompts=FILE, whose videos processes share out")
         return single.plan(config)
     planned, _ = _plan(config)
     return planned
 
 
 def _plan(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
+    check_division(config.parallel, config.model, world_size_from_launcher(), many=True)
     found = videos(config)
     sizes: dict[str, dict[str, Any]] = {}
     recipe, _ = choose_recipe(config.model, config.recipe)
@@ -64,6 +65,7 @@ def _plan(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
             try:
                 sizes[wish] = check_sampling(config.model, video.sampling)
                 check_recipe(config.model, recipe, video.sampling)
+                check_guided(config.parallel, config.model, video.sampling)
             except UserError as error:
                 raise type(error)(f"prompts={config.prompts!r}, line {video.line}: {error}") from error
             sizes[wish] |= {key: getattr(video.sampling, key) for key in ("num_frames", "height", "width")}
@@ -92,7 +94,6 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
         WorkerLost: under torchrun, another process ended; what is finished stays, and the same command goes on from there.
     """
     if not config.prompts:
-        plan(config)
         return single.generate(config)
     return _generate_many(config)
 
@@ -110,27 +111,24 @@ def _generate_many(config: GenerateConfig) -> dict[str, Any]:
     planned, found = _plan(config)
     out, (device, _) = Path(config.out), config.runtime.resolve()
     stats = file_stats(config.model)
-    patient = ParallelConfig(start_timeout_s=LONGEST_WAIT_S)
-    with open_mesh(patient, device) as mesh, collective_errors("generate"), sole_user(out, MARK, COMMAND, mesh):
+    together = open_division(config.parallel, config.model, choose_recipe(config.model, config.recipe)[0], device, world_size_from_launcher())
+    with together as (mesh, division), collective_errors("generate"), sole_user(out, MARK, COMMAND, mesh):
         mesh.agree(
             {
                 "recipe": planned["recipe"],
                 "dtype": planned["dtype"],
-                "the videos wanted (hash)": _digest([dataclasses.asdict(video) for video in found]),
-                "the model's files and their sizes (hash)": _digest({name: size for name, (size, _) in stats.items()}),
+                "parallel": to_dict(config.parallel),
+                "the videos wanted (hash)": single.digest([dataclasses.asdict(video) for video in found]),
+                "the model's files and their sizes (hash)": single.digest({name: size for name, (size, _) in stats.items()}),
             }
         )
         # Rank 0's word counts: copies of a model on several hosts differ in their times.
         fingerprint, pending = mesh.on_rank_zero(lambda: _look_around(config, planned, found))
         if len(pending) < len(found):
             say(f"{len(found) - len(pending)} of {len(found)} videos are there already under the same settings")
-        share = _render_share(config, [found[at] for at in pending[mesh.rank :: mesh.world_size]], fingerprint, mesh)
-        parts = mesh.gather_objects(share)
+        share = [found[at] for at in pending[division.index :: division.count]]
+        parts = mesh.gather_objects(_render_share(config, share, fingerprint, mesh.device, division))
         return mesh.on_rank_zero(lambda: _finish(config, found, pending, parts))
-
-
-def _digest(data: object) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _one(config: GenerateConfig, video: Video) -> GenerateConfig:
@@ -142,6 +140,8 @@ def _one(config: GenerateConfig, video: Video) -> GenerateConfig:
         prompts="",
         image=video.image,
         samples_per_prompt=1,
+        vbench=False,
+        warm_up=False,
         seed=video.seed,
         out=path,
         overwrite=False,
@@ -202,32 +202,43 @@ def _first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, An
     return key, old[key], new[key]
 
 
-def _render_share(config: GenerateConfig, share: list[Video], fingerprint: str, mesh: Mesh) -> _Share:
+def _render_share(config: GenerateConfig, share: list[Video], fingerprint: str, device: torch.device, division: Division) -> _Share:
     """Renders this process's videos. One that can't be made is told at once, and the next one's turn comes."""
     done = _Share()
     if not share:
         return done
-    engine = Engine(config.model, dataclasses.replace(config.runtime, device=str(mesh.device)))
-    whose = f" (1 of {mesh.world_size} shares)" if mesh.world_size > 1 else ""
+    engine = Engine(config.model, dataclasses.replace(config.runtime, device=str(device)), division=division)
+    warm: set[tuple[int, int, int]] = set()
+    whose = f" (1 of {division.count} shares)" if division.count > 1 else ""
     with progress(total=sum(video.sampling.num_inference_steps for video in share), desc="videos", unit="step") as bar:
         for at, video in enumerate(share, start=1):
             bar.set_description(f"video {at} of {len(share)}{whose}")
             finished_at = bar.n + video.sampling.num_inference_steps
-            failure = _attempt(engine, config, video, fingerprint, lambda *_: bar.update())
+            size = (video.sampling.num_frames, video.sampling.height, video.sampling.width)
+            cold = config.warm_up and size not in warm
+            warm.add(size)
+            failure = _attempt(engine, config, video, fingerprint, lambda *_: bar.update(), cold=cold)
+            if division.rank != 0:
+                continue  # the first of those who made it together tells
             if failure is None:
                 done.rendered.append(video.name)
                 continue
             done.failed.append(failure)
             bar.write(f"videoqat generate{own_rank()}: failed: {failure['video']}: {failure['error']}", file=sys.stderr)
             bar.update(finished_at - bar.n)
-            if mesh.device.type == "cuda":
+            if device.type == "cuda":
                 torch.cuda.empty_cache()  # where memory ran out, the next video starts with all of it
     return done
 
 
-def _attempt(engine: Engine, config: GenerateConfig, video: Video, fingerprint: str, on_step: Callable[[int, int], None]) -> dict[str, Any] | None:
-    """Renders one video; what happened, if it can't be. What fails for all that follow as well (a disk, a GPU) is raised."""
+def _attempt(
+    engine: Engine, config: GenerateConfig, video: Video, fingerprint: str, on_step: Callable[[int, int], None], *, cold: bool
+) -> dict[str, Any] | None:
+    """Renders one video, `cold` after a warm-up; what happened, if it can't be. What fails for all that follow as well (a disk, a GPU) is raised, and
+    so is what one of several ranks may meet alone: the others are still in the middle of the video."""
     try:
+        if cold:
+            warm_up(engine, video.sampling, [config.recipe])
         single.render(engine, _one(config, video), fingerprint, on_step)
         return None
     except OSError as error:
@@ -236,6 +247,8 @@ def _attempt(engine: Engine, config: GenerateConfig, video: Video, fingerprint: 
         raise
     except Exception as error:
         foreseen = isinstance(error, UserError | NonFiniteError)
+        if engine.division.size > 1 and not isinstance(error, NonFiniteError):
+            raise
         said = str(error) if foreseen else f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         trace = "" if foreseen or isinstance(error, torch.OutOfMemoryError) else traceback.format_exc()
         what = {"video": f"{video.name}.mp4", "prompt": video.prompt, "line": video.line, "index": video.index, "seed": video.seed}

@@ -18,8 +18,8 @@ import torch
 from videoqat.config import BenchGenerationConfig, SamplingConfig, choice, parse_bucket, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
-from videoqat.generation.engine import Engine, check_sampling, watched
-from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory
+from videoqat.generation.engine import Engine, check_sampling
+from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory, watched
 from videoqat.models.install import uninstall
 from videoqat.models.published import published, random_transformer, write_folder
 from videoqat.models.spec import read_model_json

@@ -5,8 +5,7 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 `encode_prompt` and its VAE's `decode` for the length of one call.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ from videoqat.attention.backends import record_receipts
 from videoqat.config import GenerationRuntimeConfig, RuntimeConfig, SamplingConfig, require
 from videoqat.console import say
 from videoqat.errors import CheckpointError, NonFiniteVideo
+from videoqat.generation.division import Division, is_guided
 from videoqat.generation.images import check_taken, stretched
-from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory
-from videoqat.models.install import check_policy, install, installed_recipe, stepping
+from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory, watched
+from videoqat.models.install import check_policy, divided_by, install, installed_recipe, shard_sequence, stepping
 from videoqat.models.spec import AttentionLayer, Condition, family_of, read_model_json, read_recipe
 from videoqat.models.weights import check_complete
+from videoqat.parallel.checkpointing import compile_blocks
 from videoqat.recipes import AttentionRecipe, get_recipe
 
 
@@ -159,24 +160,6 @@ def doubts_about(frames_FHWC: NDArray[np.uint8]) -> list[str]:
     return found
 
 
-@contextlib.contextmanager
-def watched(owner: Any, method: str, after: Callable[[Mark, Mark, Any], None], mark: Callable[[], Mark]) -> Iterator[None]:
-    """While open, every `owner.method(...)` is followed by `after(start, end, result)`; the result itself passes unchanged."""
-    original = getattr(owner, method)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        start = mark()
-        result = original(*args, **kwargs)
-        after(start, mark(), result)
-        return result
-
-    setattr(owner, method, call)
-    try:
-        yield
-    finally:
-        delattr(owner, method)
-
-
 class Engine:
     """A pipeline in memory that renders one video at a time, under any recipe, without being loaded again.
 
@@ -184,14 +167,16 @@ class Engine:
         folder: a diffusers pipeline folder.
         runtime: device, dtype and kernel.
         pipeline: of that folder, in memory already, its transformers in training maybe; None: it is loaded.
+        division: the ranks that render each video together; all of them make every call, and get the same frames.
 
     Raises:
         CheckpointError: the folder is torn, or of a family that isn't supported.
         ConfigError: a device that isn't there.
     """
 
-    def __init__(self, folder: str | Path, runtime: RuntimeConfig, pipeline: Any = None) -> None:
+    def __init__(self, folder: str | Path, runtime: RuntimeConfig, pipeline: Any = None, division: Division | None = None) -> None:
         self.folder = Path(folder)
+        self.division = division or Division()
         self.runtime = runtime
         self.device, self.dtype = runtime.resolve()
         self.family = family_of(folder)
@@ -217,6 +202,8 @@ class Engine:
                 able = hasattr(pipeline.vae, f"enable_{name}")
                 require(able, f"runtime.vae_{name}", True, f"false for {self.folder}: its {type(pipeline.vae).__name__} has no {name}")
                 getattr(pipeline.vae, f"enable_{name}")()
+        for name in self.family.components(self.folder) if how.compile else ():
+            compile_blocks(self.family.blocks(getattr(pipeline, name)))
         # diffusers' own hooks bring a part (or a module) to the device when it is called, and with it our processors, which hold no tensors.
         if how.offload == "model":
             pipeline.enable_model_cpu_offload(device=self.device)
@@ -233,6 +220,8 @@ class Engine:
         for name, transformer in self.transformers.items():
             if installed_recipe(transformer) != recipe:
                 install(transformer, recipe, kernel=self.runtime.kernel, family=self.family, component=name)
+            if self.division.ulysses is not None and divided_by(transformer) is None:
+                shard_sequence(transformer, self.division.ulysses, family=self.family)
         return {name: [layer.name for layer in layers] for name, layers in self._quantised(recipe).items()}
 
     def _quantised(self, recipe: AttentionRecipe) -> dict[str, list[AttentionLayer]]:
@@ -263,7 +252,7 @@ class Engine:
         image: Image.Image | None = None,
         on_step: Callable[[int, int], None] | None = None,
         condition: tuple[Condition, Condition] | None = None,
-        agree: Callable[[bool], bool] = bool,
+        agree: Callable[[bool], bool] | None = None,
     ) -> VideoResult:
         """Renders one video.
 
@@ -274,11 +263,11 @@ class Engine:
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
             image: the first frame, for a model that takes one, of any size: the pipeline stretches or crops it.
             on_step: called with (steps done, steps in all) after each denoising step. What it raises, such as `GenerationCancelled`, ends the call,
-                and the device is free.
+                and the device is free. Ranks that render together must raise it all.
             condition: what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline has no text encoder;
                 on its device.
             agree: whether something is so on any of the ranks that render at the same time with the same sharded weights: `NonFiniteVideo` must end
-                the call on all of them.
+                the call on all of them. None: on any of those that render this video together.
 
         Raises:
             ConfigError: sizes the model can't do, an image that it doesn't take or lacks, an unknown recipe, or one that keeps layers or steps that
@@ -290,9 +279,9 @@ class Engine:
         check_taken(self.folder, image is not None)
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
+        agree = agree or self.division.any
         if condition is None:
-            guided = (sampling.true_cfg_scale if self.family.has_true_cfg else sampling.guidance_scale) > 1
-            negative = {"negative prompt": sampling.negative_prompt} if guided else {}
+            negative = {"negative prompt": sampling.negative_prompt} if is_guided(self.family, sampling) else {}
             warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
         check_recipe(self.folder, chosen, sampling)
         warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
@@ -324,6 +313,7 @@ class Engine:
         def after_step(_: Any, step: int, __: Any, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal step_start
             spans["step"].append((step_start, watch.mark()))
+            self.division.end_step()
             if agree(not torch.isfinite(tensors["latents"]).all()):
                 raise NonFiniteVideo(f"latents became NaN or inf in denoising step {step + 1} of {sampling.num_inference_steps}: {where}")
             if on_step is not None:
@@ -341,6 +331,7 @@ class Engine:
         with (
             record_receipts() as receipts,
             stepping([layer for layers in self._quantised(chosen).values() for layer in layers], chosen, sampling.num_inference_steps) as begin_step,
+            self.division.dividing_guidance(self.transformers),
             watched(pipeline, "encode_prompt", after_text, watch.mark),
             watched(pipeline.vae, "encode", after_image, watch.mark),
             watched(pipeline.vae, "decode", after_decode, watch.mark),

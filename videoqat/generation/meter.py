@@ -1,7 +1,9 @@
 """How long the stages of a video take, on the device's own clock, and how much memory it needs at its peak."""
 
+import contextlib
 import os
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,21 @@ def total_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def watched(owner: Any, method: str, after: Callable[[Mark, Mark, Any], None], mark: Callable[[], Mark]) -> Iterator[None]:
+    """While open, every `owner.method(...)` is followed by `after(start, end, result)`; the result itself passes unchanged."""
+    original = getattr(owner, method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        start = mark()
+        result = original(*args, **kwargs)
+        after(start, mark(), result)
+        return result
+
+    setattr(owner, method, call)
+    try:
+        yield
+    finally:
+        delattr(owner, method)

@@ -9,10 +9,11 @@ from collections import OrderedDict
 from pathlib import Path
 
 import torch
+from PIL import Image
 
 from videoqat.config import GenerationRuntimeConfig, SamplingConfig
 from videoqat.errors import CheckpointError, GenerationCancelled
-from videoqat.generation.engine import Engine
+from videoqat.generation.engine import Engine, choose_recipe
 from videoqat.generation.meter import total_memory
 
 GIB = 2**30
@@ -41,15 +42,20 @@ def weights_bytes(folder: str | Path, dtype: torch.dtype) -> int:
 
 
 def warm_up(engine: Engine, sampling: SamplingConfig, recipes: list[str]) -> None:
-    """A video of one step, then a first step under each of `recipes`, so that no later video of that size pays for compiling or allocating."""
-
-    def enough(*_: int) -> None:
-        raise GenerationCancelled
-
-    engine.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16")
+    """A video of one step, then under each of `recipes` as many as it takes until one is quantised, so that no later video of that size pays for
+    compiling or allocating."""
+    needs_image = engine.family.takes_image(engine.folder) == "required"
+    image = Image.new("RGB", (sampling.width, sampling.height)) if needs_image else None
+    engine.generate("warm-up", 0, dataclasses.replace(sampling, num_inference_steps=1), "bf16", image=image)
     for recipe in recipes:
+        kept = choose_recipe(engine.folder, recipe)[0].keep_first_steps
+
+        def enough(done: int, _: int, kept: int = kept) -> None:
+            if done > kept:
+                raise GenerationCancelled
+
         with contextlib.suppress(GenerationCancelled):
-            engine.generate("warm-up", 0, sampling, recipe, on_step=enough)
+            engine.generate("warm-up", 0, sampling, recipe, image=image, on_step=enough)
 
 
 class EnginePool:

@@ -252,16 +252,16 @@ def videos(config: GenerateConfig) -> list[Video]:
         for number, line in enumerate(lines):
             settings = dict(line.settings)
             with _at(line.number):
-                first = settings.pop("seed", config.seed + number * config.samples_per_prompt)
-                if not 0 <= first <= SEEDS - config.samples_per_prompt:
-                    raise UserError(f"seed={first} is not legal; legal: 0 to {SEEDS - config.samples_per_prompt}")
+                first = settings.pop("seed", config.seed + number * config.samples)
+                if not 0 <= first <= SEEDS - config.samples:
+                    raise UserError(f"seed={first} is not legal; legal: 0 to {SEEDS - config.samples}")
                 image = _image_of(config.prompts, settings)
                 sampling = dataclasses.replace(config.sampling, **settings)
                 sampling.validate()
                 image_sha256 = hash_of(image)
                 if line.prompt not in stems:
-                    stems[line.prompt] = _free_stem(line.prompt, taken)
-            for index in range(config.samples_per_prompt):
+                    stems[line.prompt] = _exact_stem(line.prompt) if config.vbench else _free_stem(line.prompt, taken)
+            for index in range(config.samples):
                 name = f"{stems[line.prompt]}-{count[line.prompt]}"
                 count[line.prompt] += 1
                 found.append(Video(name, line.number, number, index, line.prompt, first + index, sampling, image, image_sha256))
@@ -274,6 +274,15 @@ def _free_stem(prompt: str, taken: dict[str, str]) -> str:
         if taken.setdefault(_as_seen(name), prompt) == prompt:
             return name
     raise UserError(f"no file name is left for prompt {prompt!r}: {taken[_as_seen(names[-1])]!r} has {names[-1]!r}")
+
+
+def _exact_stem(prompt: str) -> str:
+    """`prompt` itself: VBench looks for files by its own prompts."""
+    if "/" in prompt or "\0" in prompt or prompt.startswith(".") or len(prompt.encode()) > STEM_BYTES:
+        raise UserError(
+            f"vbench=true names files by their prompts, and {prompt!r} can't be one; legal: no /, no . at the beginning, {STEM_BYTES} bytes"
+        )
+    return prompt
 
 
 def _as_seen(name: str) -> str:
