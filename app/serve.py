@@ -102,7 +102,10 @@ class _Crew:
         pause_s = FIRST_PAUSE_S
         while not self._stopping.is_set():
             started = time.monotonic()
-            self._one(device)
+            try:
+                self._one(device)
+            except OSError as error:  # no memory for another process, say; later there may be
+                say(f"a worker on {device} can't be started: {error}")
             if self._stopping.is_set():
                 return
             pause_s = FIRST_PAUSE_S if time.monotonic() - started > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)

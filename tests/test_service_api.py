@@ -5,8 +5,10 @@ import itertools
 import json
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,11 @@ from app.comparisons import Comparisons
 from app.jobs import Jobs
 from app.keeper import Keeper
 from app.queue import Queue
+from app.serve import serve
 from app.server import Service, create_app
 from app.tables import metadata, open_database
+from app.worker import DeviceLock
+from videoqat.commands import execute
 from videoqat.config import LimitsConfig, ServeConfig, ServedModel, load
 from videoqat.errors import ConfigError, UserError
 
@@ -400,6 +405,37 @@ def test_bad_settings_are_one_line(settings, words, tmp_path, monkeypatch):
     assert all(word in str(error.value) for word in words), error.value
     assert "secret" not in str(error.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_tells_the_kernels_and_writes_nothing(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = [f"models=[{{name: tiny, path: {base.models[0].path}}}]", "compare=[bf16, attn_qat, checkpoint]"]
+    for name, more in (("serve", ["devices=[cpu, cpu]"]), ("worker", ["runtime.device=cpu"])):
+        planned = execute(name, None, [*settings, *more], dry_run=True, show_config=False)
+        kernels = {"tiny: bf16": ("sdpa", True), "tiny: attn_qat": ("torch", False), "tiny: checkpoint": ("sdpa", True)}
+        assert [w["device"] for w in planned["workers"]] == ["cpu"] * (2 if name == "serve" else 1)
+        assert {key: (found["kernel"], found["native"]) for key, found in planned["workers"][0]["kernels"].items()} == kernels
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match=r"kernel='sdpa' can't serve"):
+        execute("worker", None, [*settings, "runtime.device=cpu", "runtime.kernel=sdpa"], dry_run=True, show_config=False)
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_started(base, tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(UserError, match=f"port={taken.getsockname()[1]}"):
+            serve(dataclasses.replace(base, folder=str(tmp_path / "new"), port=taken.getsockname()[1]))
+
+
+def test_a_gpu_has_one_worker_at_a_time():
+    first = DeviceLock("GPU-of-a-test", wait_s=0.0)
+    with pytest.raises(UserError, match="another worker has the GPU"):
+        DeviceLock("GPU-of-a-test", wait_s=0.05)
+    DeviceLock("another GPU-of-a-test", wait_s=0.0).release()
+    waiting = ThreadPoolExecutor(1).submit(DeviceLock, "GPU-of-a-test", 30.0)
+    first.release()
+    waiting.result(30).release()
 
 
 def test_a_queue_that_cannot_be_used():
