@@ -75,12 +75,12 @@ def _form(page: gr.Blocks) -> None:
     model = gr.Dropdown(label="Model", elem_id="vq-model")
     other = gr.Dropdown(label="Model of the second video", visible=False, elem_id="vq-other")
     with gr.Row():
-        size = gr.Textbox(label="Size", placeholder="832x480", elem_id="vq-size", min_width=120)
-        frames = gr.Number(label="Frames", precision=0, minimum=1, elem_id="vq-frames", min_width=100)
-        steps = gr.Number(label="Steps", precision=0, minimum=1, elem_id="vq-steps", min_width=100)
+        size = gr.Textbox(label="Size", placeholder="832x480", max_lines=1, elem_id="vq-size", min_width=130)
+        frames = gr.Number(label="Frames", precision=0, minimum=1, elem_id="vq-frames", min_width=130)
     with gr.Row():
-        guidance = gr.Number(label="Guidance", minimum=0, step=0.5, elem_id="vq-guidance", min_width=100)
-        seed = gr.Textbox(label="Seed", placeholder="drawn", max_lines=1, elem_id="vq-seed", min_width=120)
+        steps = gr.Number(label="Steps", precision=0, minimum=1, elem_id="vq-steps", min_width=80)
+        guidance = gr.Number(label="Guidance", minimum=0, step=0.5, elem_id="vq-guidance", min_width=80)
+        seed = gr.Textbox(label="Seed", placeholder="drawn", max_lines=1, elem_id="vq-seed", min_width=80)
     negative = gr.Textbox(label="Negative prompt", lines=2, max_lines=6, elem_id="vq-negative")
     generate = gr.Button("Generate", variant="primary", elem_id="vq-generate")
     gr.HTML("<vq-notice></vq-notice>", padding=False, apply_default_css=False)

@@ -1,7 +1,7 @@
 // One comparison: how far it is, and then its videos, times and differences.
 
 import { ask, sleep } from "./api.js";
-import { badge, h, kernelsOf, labelOf, seconds, when } from "./dom.js";
+import { badge, fill, h, kernelsOf, labelOf, seconds, when } from "./dom.js";
 import { differenceTable, timeTable } from "./tables.js";
 
 const SOON = 700; // milliseconds between looks
@@ -144,19 +144,22 @@ class Comparison extends HTMLElement {
       const note = kernel ? h("span", {}, kernel.kernel, " ", badge(kernel)) : null;
       return { label: labelOf(video, comparison), note, path: video.content_url };
     });
+    const warnings = [...new Set(done.flatMap((video) => video.result.warnings))];
     const [first] = comparison.videos;
     const [width, height] = first.size.split("x").map(Number);
     const player = h("vq-player", {});
     this.differences = h("div", {});
     const vote = h("button", { type: "button", onclick: () => window.dispatchEvent(new CustomEvent("videoqat:vote", { detail: comparison })) }, "Vote on it, blind");
     this.link = h("button", { type: "button", onclick: () => this.#copy() }, "Copy the link");
-    this.body.replaceChildren(
+    fill(
+      this.body,
       player,
       h("div", { class: "vq-actions" }, this.link, done.length > 1 ? vote : null),
       h("h3", {}, "Time and memory"),
       timeTable(comparison),
       done.length > 1 ? h("h3", {}, "Differences from the reference") : null,
       this.differences,
+      warnings.length ? h("div", { class: "vq-warnings" }, warnings.map((text) => h("p", {}, text))) : null,
     );
     player.show(shown.length > 1 ? shown : [shown[0], shown[0]], { width, height, fps: first.fps, frames: first.num_frames });
   }

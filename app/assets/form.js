@@ -15,7 +15,7 @@ function defaults(model, limits) {
   return [
     update({ value: given.size, info: `at most ${limits.max_pixels.toLocaleString()} pixels` }),
     update({ value: given.num_frames, info: `at most ${limits.max_frames}`, maximum: limits.max_frames }),
-    update({ value: given.num_inference_steps, info: `at most ${limits.max_steps}`, maximum: limits.max_steps }),
+    update({ value: given.num_inference_steps, maximum: limits.max_steps }),
     update({ value: given.guidance_scale }),
     update({ value: given.negative_prompt ?? "" }),
   ];

@@ -1,7 +1,7 @@
 // Two videos in step, under one set of controls: one over the other with a line to wipe between them, or side by side.
 
 import { fetchVideo } from "./api.js";
-import { calm, h } from "./dom.js";
+import { calm, fill, h } from "./dom.js";
 
 const SPEEDS = [0.1, 0.25, 0.5, 1, 2];
 const PULL = 4; // by how much of its distance, in a second, the second video's speed is bent to come back in step
@@ -65,9 +65,9 @@ class Player extends HTMLElement {
     this.wipe = h("input", { type: "range", class: "vq-wipe", min: 0, max: 100, step: 1, value: 50, "aria-label": "Wipe between the two videos" });
     this.wipe.addEventListener("input", () => this.stage.style.setProperty("--wipe", `${this.wipe.value}%`));
     const figures = this.elements.map((element, i) => h("figure", { class: i ? "second" : "first" }, element, this.captions[i]));
-    this.stage = h("div", { class: "vq-stage" }, ...figures.reverse(), h("div", { class: "vq-line", "aria-hidden": "true" }), this.wipe, this.message);
+    this.stage = h("div", { class: "vq-stage" }, ...figures, h("div", { class: "vq-line", "aria-hidden": "true" }), this.wipe, this.message);
     this.stage.style.setProperty("--ratio", `${width} / ${height}`);
-    this.stage.style.setProperty("--widest", `calc(72vh * ${width / height})`);
+    this.stage.style.setProperty("--widest", `calc(60vh * ${width / height})`);
     this.stage.style.setProperty("--wipe", "50%");
     this.button = h("button", { type: "button", class: "vq-play", onclick: () => this.#toggle() }, "Play");
     this.slider = h("input", { type: "range", class: "vq-seek", min: 0, max: frames - 1, step: 1, value: 0, "aria-label": "Frame" });
@@ -88,7 +88,7 @@ class Player extends HTMLElement {
       h("div", { class: "vq-modes", role: "radiogroup", "aria-label": "Layout" }, modes),
     );
     const chosen = this.videos.length > 2 ? this.#choices() : null;
-    this.replaceChildren(h("div", { class: "vq-player", onkeydown: (event) => this.#key(event) }, chosen, this.stage, controls));
+    fill(this, h("div", { class: "vq-player", onkeydown: (event) => this.#key(event) }, chosen, this.stage, controls));
     this.#setMode(mode);
   }
 
@@ -180,7 +180,7 @@ class Player extends HTMLElement {
   // With every frame on the screen: the second video is brought back in step with the first, and both begin again together.
   #follow() {
     this.#frame = requestAnimationFrame(() => this.#follow());
-    if (!this.playing) return;
+    if (!this.playing || this.restarting) return;
     const [first, second] = this.elements;
     if (first.ended) {
       if (this.loop) this.#again();
@@ -198,10 +198,13 @@ class Player extends HTMLElement {
 
   #again() {
     const both = this.elements.map((element) => new Promise((resolve) => element.addEventListener("seeked", resolve, { once: true })));
-    this.playing = false;
     const generation = this.#generation;
+    this.restarting = true;
     this.#seek(0);
-    Promise.all(both).then(() => generation === this.#generation && !this.playing && this.#play());
+    Promise.all(both).then(() => {
+      this.restarting = false;
+      if (generation === this.#generation && this.playing) this.#play(); // nobody has pressed pause meanwhile
+    });
   }
 
   #show() {

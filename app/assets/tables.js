@@ -44,7 +44,7 @@ export function timeTable(comparison) {
     h(
       "tbody",
       {},
-      row("Attention kernel", (video) => h("td", {}, kernels(video))),
+      row("Attention kernel", (video) => h("td", { class: "vq-kernels" }, kernels(video))),
       STAGES.map(([name, own]) => row(name, (video) => cells(video, own))),
       row("Peak memory", (video) => h("td", {}, bytes(video.result.peak_memory_bytes))),
     ),
@@ -85,7 +85,7 @@ export function differenceTable(comparison) {
   if (differences.reference !== comparison.reference) return h("p", { class: "vq-soft" }, "The reference is missing, so there is nothing to measure against.");
   const measured = differences.videos;
   const others = comparison.videos.filter((video) => video.id in measured && video.id !== comparison.reference);
-  const head = ["Compared with the reference", "PSNR", "SSIM", "Flicker"].map((name) => h("th", { scope: "col" }, name));
+  const head = ["Video", "PSNR", "SSIM", "Flicker"].map((name) => h("th", { scope: "col" }, name));
   const table = h("table", {}, h("thead", {}, h("tr", {}, head)), h("tbody", {}, others.map((video) => line(comparison, video, measured))));
   const known = comparison.floor in measured;
   const floor = known
