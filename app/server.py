@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app import api, views
 from app.catalogue import Catalogue
 from app.comparisons import Comparisons
-from app.guard import Guard, tell_errors
+from app.guard import Guard, error_response, tell_errors
 from app.jobs import Jobs, QueueFull
 from app.keeper import remove
 from app.metrics import Metrics
@@ -46,6 +46,18 @@ MP4: dict[int | str, dict[str, Any]] = {
     400: {"content": {"text/plain": {}}, "description": "a Range that is none"},
     416: {"content": {"text/plain": {}}, "description": "a Range beyond the end"},
 }
+
+
+class _Content(FileResponse):
+    """A file that may be deleted in the moment in which it is asked for."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        except RuntimeError:  # what starlette says, before it has sent anything, of a file that isn't there
+            if Path(self.path).exists():
+                raise
+            await error_response(404, "the video is being deleted")(scope, receive, send)
 
 
 class Service:
@@ -100,7 +112,7 @@ class Service:
         path = self.videos / row["file"]
         if not path.is_file():
             raise HTTPException(404, f"the file of {what} is gone")
-        return FileResponse(path, media_type="video/mp4", filename=f"{what.split()[-1]}.mp4", content_disposition_type="inline")
+        return _Content(path, media_type="video/mp4", filename=f"{what.split()[-1]}.mp4", content_disposition_type="inline")
 
     def comparison(self, comparison: str) -> dict[str, Any]:
         """A comparison's row."""

@@ -247,7 +247,7 @@ def test_lists_come_in_pages(http):
         assert http.get("/v1/videos", params=query).status_code == 422
 
 
-def test_content_comes_when_it_is_complete(http, service):
+def test_content_comes_when_it_is_complete(http, service, monkeypatch):
     video = post(http).json()["id"]
     for expected in ("queued", "in_progress"):
         answer = http.get(f"/v1/videos/{video}/content")
@@ -276,6 +276,9 @@ def test_content_comes_when_it_is_complete(http, service):
     assert http.post(f"/v1/videos/{video}/cancel").status_code == 409
     (service.videos / f"{video}.mp4").unlink()
     assert http.get(f"/v1/videos/{video}/content").status_code == 404
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "is_file", lambda _: True)  # as if it had gone a moment later
+        assert http.get(f"/v1/videos/{video}/content").status_code == 404
 
 
 def test_comparisons_ballots_and_votes(http, service):
