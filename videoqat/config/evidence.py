@@ -19,7 +19,7 @@ class TrainJudgesConfig:
     num_clips: int = 8000  # to train on
     num_test_clips: int = 400  # from other photos, through mp4 files
     size: int = 128  # height and width of the clips
-    steps: int = 1000  # of the judge of garments; a quarter of them for that of directions
+    steps: int = 1500  # of either
     batch_size: int = 64
     lr: float = 4e-3
     seed: int = 0
