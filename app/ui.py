@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 ASSETS = Path(__file__).parent / "assets"
 FOLDERS = ("/page/", "/assets/", "/static/")  # ours, and Gradio's own scripts, styles and fonts
-FILES = ("/", "/config", "/theme.css", "/manifest.json", "/favicon.ico", "/robots.txt")
+FILES = ("/", "/theme.css", "/manifest.json", "/favicon.ico", "/robots.txt")
 # A browser that obeys this asks no other server for anything, whatever a library would like to fetch.
 POLICY = "; ".join(
     (
