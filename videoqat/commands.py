@@ -72,10 +72,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "generate": Command(
         cfg.GenerateConfig,
-        "videoqat.generation.batch:generate",
+        "videoqat.evaluation.pairs:generate",
         "generate a video, or one for each line of a file, with any recipe; a .json beside each says what ran",
         'videoqat generate model=tiny-wan-qat prompt="a sneaker moves left" out=sneaker.mp4',
-        "videoqat.generation.batch:plan",
+        "videoqat.evaluation.pairs:plan",
     ),
     "compare": Command(
         cfg.CompareConfig,

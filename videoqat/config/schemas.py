@@ -130,7 +130,9 @@ class GenerateConfig:
     and, for an image-to-video model, `image`: a path as seen from FILE's folder.
     FOLDER gets {prompt}-{index}.mp4, a .json beside each, manifest.json and, where some failed, failed.jsonl. The same command again makes what is
     missing. A video's seed is seed + (number of its prompt, from 0) * samples_per_prompt + index; a line's own seed replaces the first two.
-    With `vbench` FOLDER is what VBench's `--videos_path` wants: five videos of each prompt, each named by its prompt to the letter.
+    With `compare` each of these recipes has a folder below FOLDER, with the same prompts and seeds, and report.html shows them side by side; the
+    first is the reference, and is rendered twice. With `vbench` FOLDER is what VBench's --videos_path wants: five videos of each prompt, named by it
+    to the letter.
     """
 
     model: str = model_setting()  # a diffusers folder, exported by videoqat or not, or org/name[@REVISION] on the hub
@@ -140,6 +142,7 @@ class GenerateConfig:
     image: str = ""  # of one video, for a model that takes one: its first frame, brought to the video's size as the pipeline does
     samples_per_prompt: int = 0  # of a prompt in the file; 0: one, with vbench=true five
     vbench: bool = False
+    compare: list[str] = field(default_factory=list)  # recipes, instead of `recipe`
     warm_up: bool = False  # with `prompts`: before the first video of each size one that nobody sees, so that no timing has first costs in it
     seed: int = 0
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
@@ -167,12 +170,15 @@ class GenerateConfig:
         else:
             require(bool(self.prompt.strip()), "prompt", self.prompt, "some text, or prompts=FILE with many")
             require(self.samples_per_prompt <= 1, "samples_per_prompt", self.samples_per_prompt, "1 without prompts=FILE")
-            for key in ("vbench", "warm_up"):
-                require(not getattr(self, key), key, True, "false without prompts=FILE")
+            for key in ("vbench", "warm_up", "compare"):
+                require(not getattr(self, key), key, getattr(self, key), "nothing without prompts=FILE")
             require(self.out.endswith(".mp4"), "out", self.out, "a path that ends in .mp4, or a folder where prompts=FILE is given")
             require(self.overwrite or not Path(self.out).exists(), "out", self.out, "a file that is not there yet, or overwrite=true")
-        if self.recipe != "checkpoint":
-            get_recipe(self.recipe)
+        for recipe in (self.recipe, *self.compare):
+            if recipe != "checkpoint":
+                get_recipe(recipe)
+        require(not self.compare or self.recipe == "checkpoint", "recipe", self.recipe, "nothing where compare names recipes")
+        require(len(self.compare) != 1 and len(set(self.compare)) == len(self.compare), "compare", self.compare, "two or more recipes that differ")
         for part in (self.sampling, self.runtime, self.parallel):
             part.validate()
 

@@ -295,8 +295,8 @@ class Comparison:
                     "model": entry.model,
                     "model_origin": origin(entry.model),
                     "recipe": get_recipe(entry.recipe).to_dict(),
-                    "receipts": _distinct([receipt for r in mine for receipt in r["receipts"]]),
-                    "latency": _latency(mine),
+                    "receipts": distinct_receipts([receipt for r in mine for receipt in r["receipts"]]),
+                    "latency": median_latency(mine),
                     "validation": {**summaries[entry.name], "losses": losses[entry.name].tolist()} if losses else None,
                     "fidelity": fidelity.summarise([r["fidelity"] for r in mine]) if index else None,
                     "flicker": statistics.fmean(flickers) if flickers else None,
@@ -320,14 +320,14 @@ class Comparison:
         }
 
 
-def _latency(records: list[dict[str, Any]]) -> dict[str, float]:
+def median_latency(records: list[dict[str, Any]]) -> dict[str, float]:
     """Median seconds over videos, by stage; `step_s` is the median over all denoising steps of all of them."""
     timings = [record["timings"] for record in records]
     stages = {stage: statistics.median(timing[stage] for timing in timings) for stage in ("text_s", "denoise_s", "vae_s", "total_s")}
     return {**stages, "step_s": statistics.median(step for timing in timings for step in timing["steps_s"])}
 
 
-def _distinct(receipts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def distinct_receipts(receipts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Receipts without their counts, each once."""
     bare = [{key: value for key, value in receipt.items() if key != "calls"} for receipt in receipts]
     return list({json.dumps(receipt, sort_keys=True): receipt for receipt in bare}.values())

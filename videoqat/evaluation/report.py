@@ -64,17 +64,17 @@ def _plots(entries: list[dict[str, Any]]) -> list[dict[str, str]]:
 def _scenes(report: dict[str, Any], out: Path) -> list[dict[str, Any]]:
     """One row of videos for each prompt and seed, in the entries' order."""
     rows = []
-    for prompt in report["prompts"]:
-        for seed in report["seeds"]:
-            videos = []
-            for index, entry in enumerate(report["entries"]):
-                match = [v for v in report["videos"] if (v["entry"], v["prompt"], v["seed"], v["repeat"]) == (entry["name"], prompt, seed, False)]
-                path = out / match[0]["file"]
-                if not path.is_file():
-                    raise UserError(f"{path}, which {out / 'report.json'} lists, is not there; run the comparison again to render it")
-                uri = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
-                videos.append({**match[0], "uri": uri, "colour": charts.colour(index)})
-            rows.append({"prompt": prompt, "seed": seed, "videos": videos})
+    shown = [video for video in report["videos"] if not video["repeat"]]
+    for prompt, seed in dict.fromkeys((video["prompt"], video["seed"]) for video in shown):
+        videos = []
+        for index, entry in enumerate(report["entries"]):
+            match = [video for video in shown if (video["entry"], video["prompt"], video["seed"]) == (entry["name"], prompt, seed)]
+            path = out / match[0]["file"]
+            if not path.is_file():
+                raise UserError(f"{path}, which {out / 'report.json'} lists, is not there; run the comparison again to render it")
+            uri = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
+            videos.append({**match[0], "uri": uri, "colour": charts.colour(index)})
+        rows.append({"prompt": prompt, "seed": seed, "videos": videos})
     return rows
 
 
@@ -98,7 +98,9 @@ def _caveats(report: dict[str, Any]) -> list[str]:
         caveats.append("One validation clip gives no interval: the differences of the validation loss may be luck.")
     kept = [entry["name"] for entry in report["entries"] if entry["recipe"].get("keep_first_steps") or entry["recipe"].get("keep_last_steps")]
     if kept and report["entries"][0]["validation"]:
-        caveats.append(f"Validation loss knows no denoising steps: {', '.join(kept)} is quantised there at all times, also at those of steps that it keeps.")
+        caveats.append(
+            f"Validation loss knows no denoising steps: {', '.join(kept)} is quantised there at all times, also at those of steps that it keeps."
+        )
     if report["ranks"] != [1]:
         ranks = " or ".join(map(str, report["ranks"]))
         caveats.append(f"The videos were rendered by {ranks} processes at the same time; latencies are those of each process's own device.")

@@ -7,11 +7,13 @@ to the next. What is finished is told by the files: an .mp4 that is whole and a 
 whatever ended it, makes what is missing.
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,7 +31,7 @@ from videoqat.generation.engine import Engine, check_recipe, check_sampling, cho
 from videoqat.generation.pool import warm_up
 from videoqat.generation.prompts import Video, videos
 from videoqat.parallel.folder import check_ours, sole_user
-from videoqat.parallel.mesh import collective_errors, world_size_from_launcher
+from videoqat.parallel.mesh import Mesh, collective_errors, world_size_from_launcher
 from videoqat.provenance import provenance
 
 COMMAND = "generate prompts=FILE"
@@ -50,11 +52,12 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
     config.validate()
     if not config.prompts:
         return single.plan(config)
-    planned, _ = _plan(config)
+    planned, _ = plan_folder(config)
     return planned
 
 
-def _plan(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
+def plan_folder(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
+    """What `plan` says of many videos, and the videos."""
     check_division(config.parallel, config.model, world_size_from_launcher(), many=True)
     found = videos(config)
     sizes: dict[str, dict[str, Any]] = {}
@@ -95,7 +98,10 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     """
     if not config.prompts:
         return single.generate(config)
-    return _generate_many(config)
+    config.validate()
+    planned, found = plan_folder(config)
+    with open_crew(config, [config.recipe]) as crew:
+        return fill_folder(config, planned, found, crew)
 
 
 @dataclass
@@ -106,13 +112,40 @@ class _Share:
     failed: list[dict[str, Any]] = field(default_factory=list)
 
 
-def _generate_many(config: GenerateConfig) -> dict[str, Any]:
-    config.validate()
-    planned, found = _plan(config)
-    out, (device, _) = Path(config.out), config.runtime.resolve()
-    stats = file_stats(config.model)
-    together = open_division(config.parallel, config.model, choose_recipe(config.model, config.recipe)[0], device, world_size_from_launcher())
-    with together as (mesh, division), collective_errors("generate"), sole_user(out, MARK, COMMAND, mesh):
+@dataclass(frozen=True)
+class Crew:
+    """All processes of one command.
+
+    Attributes:
+        mesh: all of them.
+        division: those that make the same videos as this one.
+        engine: this process's, loaded when it is first asked for.
+    """
+
+    mesh: Mesh
+    division: Division
+    engine: Callable[[], Engine]
+
+
+@contextlib.contextmanager
+def open_crew(config: GenerateConfig, recipes: list[str]) -> Iterator[Crew]:
+    """The processes that make what `config` wants under `recipes`, for as long as the block runs. Collective, and once in a process's life.
+
+    Raises:
+        UserError: a recipe that can't be divided so.
+        WorkerLost: another process ended.
+    """
+    chosen = [choose_recipe(config.model, recipe)[0] for recipe in recipes]
+    together = open_division(config.parallel, config.model, chosen, config.runtime.resolve()[0], world_size_from_launcher())
+    with together as (mesh, division), collective_errors("generate"):
+        runtime = dataclasses.replace(config.runtime, device=str(mesh.device))
+        yield Crew(mesh, division, functools.cache(lambda: Engine(config.model, runtime, division=division)))
+
+
+def fill_folder(config: GenerateConfig, planned: dict[str, Any], found: list[Video], crew: Crew) -> dict[str, Any]:
+    """Makes what is missing of `config`'s folder, with what `plan_folder` said of it. Collective; returns what `generate` does."""
+    out, mesh, stats = Path(config.out), crew.mesh, file_stats(config.model)
+    with sole_user(out, MARK, COMMAND, mesh):
         mesh.agree(
             {
                 "recipe": planned["recipe"],
@@ -126,8 +159,8 @@ def _generate_many(config: GenerateConfig) -> dict[str, Any]:
         fingerprint, pending = mesh.on_rank_zero(lambda: _look_around(config, planned, found))
         if len(pending) < len(found):
             say(f"{len(found) - len(pending)} of {len(found)} videos are there already under the same settings")
-        share = [found[at] for at in pending[division.index :: division.count]]
-        parts = mesh.gather_objects(_render_share(config, share, fingerprint, mesh.device, division))
+        share = [found[at] for at in pending[crew.division.index :: crew.division.count]]
+        parts = mesh.gather_objects(_render_share(config, share, fingerprint, crew))
         return mesh.on_rank_zero(lambda: _finish(config, found, pending, parts))
 
 
@@ -202,12 +235,12 @@ def _first_difference(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, An
     return key, old[key], new[key]
 
 
-def _render_share(config: GenerateConfig, share: list[Video], fingerprint: str, device: torch.device, division: Division) -> _Share:
+def _render_share(config: GenerateConfig, share: list[Video], fingerprint: str, crew: Crew) -> _Share:
     """Renders this process's videos. One that can't be made is told at once, and the next one's turn comes."""
     done = _Share()
     if not share:
         return done
-    engine = Engine(config.model, dataclasses.replace(config.runtime, device=str(device)), division=division)
+    engine, division = crew.engine(), crew.division
     warm: set[tuple[int, int, int]] = set()
     whose = f" (1 of {division.count} shares)" if division.count > 1 else ""
     with progress(total=sum(video.sampling.num_inference_steps for video in share), desc="videos", unit="step") as bar:
@@ -226,7 +259,7 @@ def _render_share(config: GenerateConfig, share: list[Video], fingerprint: str, 
             done.failed.append(failure)
             bar.write(f"videoqat generate{own_rank()}: failed: {failure['video']}: {failure['error']}", file=sys.stderr)
             bar.update(finished_at - bar.n)
-            if device.type == "cuda":
+            if engine.device.type == "cuda":
                 torch.cuda.empty_cache()  # where memory ran out, the next video starts with all of it
     return done
 

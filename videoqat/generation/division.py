@@ -7,7 +7,7 @@ end, and the first of them writes.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -105,12 +105,12 @@ class Division:
 
 @contextlib.contextmanager
 def open_division(
-    config: VideoParallelConfig, folder: str | Path, recipe: AttentionRecipe, device: torch.device, world_size: int
+    config: VideoParallelConfig, folder: str | Path, recipes: Sequence[AttentionRecipe], device: torch.device, world_size: int
 ) -> Iterator[tuple[Mesh, Division]]:
     """All processes and, among them, those that make the same video as this one, for as long as the block runs. Collective.
 
     Raises:
-        UserError: `recipe` can't run on a divided sequence of the model in `folder`.
+        UserError: one of `recipes` can't run on a divided sequence of the model in `folder`.
         WorkerLost: not all processes came.
     """
     size = config.sp * config.cfg
@@ -122,7 +122,9 @@ def open_division(
         if ulysses is not None:
             family = family_of(folder)
             for component in family.components(folder):
-                check_sharded(recipe, family.attention_layers(family.build(folder, component)), ulysses, component)
+                layers = family.attention_layers(family.build(folder, component))
+                for recipe in recipes:
+                    check_sharded(recipe, layers, ulysses, component)
         guidance = Guidance(mesh.device_mesh.get_group("dp_shard")) if config.cfg > 1 else None
         group = None
         for first in range(0, mesh.world_size if size > 1 else 0, size):  # all ranks make all groups

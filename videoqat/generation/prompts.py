@@ -279,9 +279,8 @@ def _free_stem(prompt: str, taken: dict[str, str]) -> str:
 def _exact_stem(prompt: str) -> str:
     """`prompt` itself: VBench looks for files by its own prompts."""
     if "/" in prompt or "\0" in prompt or prompt.startswith(".") or len(prompt.encode()) > STEM_BYTES:
-        raise UserError(
-            f"vbench=true names files by their prompts, and {prompt!r} can't be one; legal: no /, no . at the beginning, {STEM_BYTES} bytes"
-        )
+        legal = f"prompts without /, that begin with no dot, up to {STEM_BYTES} bytes"
+        raise UserError(f"vbench=true names files by their prompts, which {prompt!r} can't be; legal: {legal}")
     return prompt
 
 

@@ -72,7 +72,7 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
     """
     plan(config)
     recipe, (device, _) = choose_recipe(config.model, config.recipe)[0], config.runtime.resolve()
-    together = open_division(config.parallel, config.model, recipe, device, world_size_from_launcher())
+    together = open_division(config.parallel, config.model, [recipe], device, world_size_from_launcher())
     with together as (mesh, division), collective_errors("generate"):
         sizes = {name: size for name, (size, _) in file_stats(config.model).items()}
         mesh.agree({"the configuration (hash)": digest(to_dict(config)), "the model's files and their sizes (hash)": digest(sizes)})
