@@ -104,6 +104,7 @@ def test_dry_runs_load_no_weights_and_write_nothing(
     monkeypatch.setattr("safetensors.torch.load_file", lambda *_, **__: pytest.fail("weights were loaded"))
     monkeypatch.setattr("videoqat.models.wan.WanFamily.load_pipeline", lambda *_, **__: pytest.fail("a pipeline was loaded"))
     out = tmp_path / "out"
+    evidence = ["evidence", "run", f"base={model}", f"cache={tiny_cache}", f"held_out={tiny_cache}", f"out={out}"]
     planned = {
         "demo": ["demo", f"out={out}"],
         "example-clips": ["example-clips", f"out={out}"],
@@ -117,6 +118,13 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         "compare-attention": ["compare-attention", f"model={model}", f"prompts={tmp_path / 'prompts.txt'}", f"out={out}", *SMALL],
         "sensitivity": ["sensitivity", f"model={model}", f"cache={tiny_cache}", f"out={out}"],
         "bench attention": ["bench", "attention", "num_tokens=16"],
+        "serve": ["serve", f"folder={out}"],
+        "worker": ["worker", f"folder={out}"],
+        "evidence run": [*evidence, "trainings=[{name: more}]", "rows=[{name: base}, {name: more, recipe: attn_qat, training: more}]"],
+        "evidence measure": ["evidence", "measure", f"model={model}", f"cache={tiny_cache}", f"out={out}"],
+        "evidence train-judges": ["evidence", "train-judges", f"out={out}.safetensors"],
+        "evidence judge": ["evidence", "judge", f"videos={model}"],
+        "bench generation": ["bench", "generation", "model=tiny", "size=5x32x32"],
         "bench forward": ["bench", "forward", "model=tiny", "size=5x32x32"],
         "bench training": ["bench", "training", f"work={out}", "model=tiny", "size=5x32x32"],
         "doctor": ["doctor", f"model={model}", "size=5x32x32"],
