@@ -25,6 +25,7 @@ def service(tiny_pipeline, tmp_path_factory) -> Iterator[Running]:
             "database": f"@{folder / 'database-url'}",
             "queue": queue,
             "lease_s": 5.0,
+            "page": False,
         }
         running = Running(folder / "service", settings)
         yield running
@@ -37,7 +38,7 @@ def alone(service) -> Iterator[subprocess.Popen]:
     """`videoqat worker`, whose server has none of its own."""
     config = service.folder.with_name("worker.yaml")
     config.write_text(
-        "".join(line for line in service.config.read_text().splitlines(keepends=True) if not line.startswith(("port", "devices", "- cpu")))
+        "".join(line for line in service.config.read_text().splitlines(keepends=True) if not line.startswith(("port", "devices", "- cpu", "page")))
     )
     words = [sys.executable, "-m", "videoqat", "worker", "--config", str(config), "runtime.device=cpu"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}

@@ -29,7 +29,7 @@ def model(tiny_pipeline, tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def service(model, tmp_path_factory) -> Iterator[Running]:
     tiny = {"name": "tiny", "path": str(model), "sampling": {"max_text_tokens": 16}}
-    settings = {"models": [tiny], "limits": {"max_queued": 60, "max_steps": 400}, "lease_s": 5.0}
+    settings = {"models": [tiny], "limits": {"max_queued": 60, "max_steps": 400}, "lease_s": 5.0, "page": False}
     running = Running(tmp_path_factory.mktemp("running") / "service", settings)
     yield running
     if running.process.poll() is None:
