@@ -88,6 +88,7 @@ def _form(page: gr.Blocks) -> None:
     sampling = [size, frames, steps, guidance, negative]
     page.load(None, None, [model, other, left, right, *sampling], js=_call("load"))
     model.change(None, model, [right, *sampling], js=_call("choose"))
+    other.change(None, [other, model], right, js=_call("chooseOther"))
     values = [prompt, left, right, floor, model, other, size, frames, steps, guidance, seed, negative]
     gr.on([generate.click, prompt.submit], None, values, None, js=_call("generate"))
 

@@ -89,6 +89,9 @@ class Comparison extends HTMLElement {
       row.element.dataset.status = video.status;
       row.label.textContent = labelOf(video, comparison);
     }
+    const ended = comparison.videos.filter((video) => ENDED.includes(video.status)).length;
+    const heard = `${ended} of ${comparison.videos.length} videos have ended`; // every step, read out, would be too much
+    if (this.heard.textContent !== heard) this.heard.textContent = heard;
     this.cancel.hidden = !running;
     if (this.running && !running) window.dispatchEvent(new Event("videoqat:ended"));
     this.running = running;
@@ -107,10 +110,11 @@ class Comparison extends HTMLElement {
     for (const video of comparison.videos) {
       const label = h("span", { class: "vq-label" }, labelOf(video, comparison));
       const bar = h("progress", { max: 100, value: 0, "aria-label": `progress of ${labelOf(video, comparison)}` });
-      const text = h("span", { class: "vq-state", "aria-live": "polite" });
+      const text = h("span", { class: "vq-state" });
       this.rows.set(video.id, { label, bar, text, element: h("li", {}, label, bar, text) });
     }
     this.cancel = h("button", { type: "button", class: "vq-cancel", onclick: () => this.#stop(comparison) }, "Cancel");
+    this.heard = h("span", { class: "vq-heard", role: "status" });
     this.note = h("p", { class: "vq-soft", role: "status" });
     this.progress = h("div", { class: "vq-progress" }, h("ul", {}, [...this.rows.values()].map((row) => row.element)), this.cancel);
     this.body = h("div", {});
@@ -119,6 +123,7 @@ class Comparison extends HTMLElement {
       h("h2", { class: "vq-prompt" }, comparison.prompt),
       h("p", { class: "vq-soft vq-facts" }, `${facts}; ${when(comparison.created_at)}`),
       this.progress,
+      this.heard,
       this.note,
       this.body,
     );

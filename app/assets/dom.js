@@ -44,8 +44,7 @@ export function scrolling(label, table) {
 
 // What a video is called: its recipe, with the model where those of a comparison differ.
 export function labelOf(video, comparison) {
-  const recipe = video.result?.recipe?.name;
-  let label = video.attention === "checkpoint" && recipe ? `checkpoint: ${recipe}` : video.attention;
+  let label = video.attention === "checkpoint" ? (video.result?.recipe.name ?? "checkpoint") : video.attention;
   if (new Set(comparison.videos.map((one) => one.model)).size > 1) label = `${video.model}: ${label}`;
   return video.id === comparison.floor ? `${label}, again` : label;
 }

@@ -24,7 +24,7 @@ function defaults(model, limits) {
 // The recipe beside the reference: what the model was trained for, or else the service's own pair's second.
 function second(model, recipes) {
   const names = recipes.data.map((recipe) => recipe.id);
-  if (model.trained_for === null) return recipes.compare[1];
+  if (model.trained_for === null || model.trained_for === recipes.compare[0]) return recipes.compare[1];
   return names.includes(model.trained_for) ? model.trained_for : "checkpoint";
 }
 
@@ -55,6 +55,13 @@ export async function choose(name) {
   const model = models.data.find((one) => one.id === name);
   if (!model) return Array.from({ length: 6 }, LEAVE);
   return [update({ value: second(model, recipes) }), ...defaults(model, models.limits)];
+}
+
+// The second video gets a model of its own, or none. -> compared with
+export async function chooseOther(other, name) {
+  const [models, recipes] = await getOffer();
+  const model = models.data.find((one) => one.id === (other === SAME ? name : other));
+  return [model ? update({ value: second(model, recipes) }) : LEAVE()];
 }
 
 let sending = false;
