@@ -85,6 +85,12 @@ def test_where_torch_steps_in_on_a_gpu_the_receipt_says_why(monkeypatch):
     assert "doesn't serve" not in resolve("sage3", "cpu", torch.float32, 64, training=True).reason
 
 
+@pytest.mark.parametrize(("name", "head_dim", "kernel"), [("b200_mxfp8_fp8", 16, "torch"), ("b200_mxfp8_fp8", 32, "triton"), ("mxfp4", 16, "triton")])
+def test_blocks_of_32_in_one_product_and_heads_of_16_are_not_for_triton(monkeypatch, name, head_dim, kernel):
+    monkeypatch.setattr("videoqat.attention.triton_backend._missing", lambda device_type: None)
+    assert resolve(name, "cuda", torch.bfloat16, head_dim).kernel == kernel
+
+
 def test_receipts_tell_what_ran():
     attention(Q, K, V, "attn_qat")  # outside: not recorded
     with record_receipts() as receipts:

@@ -341,7 +341,8 @@ def test_it_runs_in_one_process(model: Path, tiny_cache: Path, tmp_path: Path, m
 @pytest.mark.gpu
 def test_a_gpu_finds_the_same(model: Path, tiny_cache: Path, tmp_path: Path, result: dict[str, Any]):
     found = sensitivity(configured(model, tiny_cache, tmp_path / "out", max_kept=1, runtime=RuntimeConfig(device="cuda", dtype="float32")))
-    assert "torch" not in {receipt["kernel"] for receipt in found["receipts"]}
+    kernels = {receipt["kernel"] for receipt in found["receipts"] if receipt["recipe"] == found["recipe"]["name"]}
+    assert kernels == {"triton"}  # variants with blocks of 32 may take another: heads are 16 wide here
     for ours, theirs in zip(found["attention"], result["attention"], strict=True):
         assert ours["relative_error"] == pytest.approx(theirs["relative_error"], rel=0.02)
     assert found["proposal"]["kept"] == {"transformer": [BAD]}

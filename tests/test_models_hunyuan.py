@@ -115,7 +115,8 @@ def test_on_a_gpu_too_and_4_bits_are_those_of_the_cpu() -> None:
         model.cuda()
         install(model, "attn_qat", kernel="triton")
         found = FAMILY.forward(model, *on_gpu)
-        assert (found.cpu() - expected).norm() < 2e-3 * expected.norm()
+        # Four layers whose products and outputs are rounded to bf16 (4.8e-3 on an H200); 4 bits themselves make 1.7e-2.
+        assert (found.cpu() - expected).norm() < 7e-3 * expected.norm()
         uninstall(model)
         in_bf16(model)
         stock = FAMILY.forward(model, *on_gpu)
