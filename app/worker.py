@@ -17,14 +17,16 @@ import torch
 from sqlalchemy.exc import SQLAlchemyError
 
 from app.catalogue import Catalogue, Model, open_catalogue
+from app.group import Group, WarmUp
 from app.jobs import Jobs, Row
 from app.queue import Queue
 from app.tables import open_database
 from videoqat.config import GenerateConfig, SamplingConfig, ServiceConfig
 from videoqat.console import say
-from videoqat.errors import GenerationCancelled, NonFiniteError, UserError
+from videoqat.errors import GenerationCancelled, NonFiniteError, UserError, WorkerLost
 from videoqat.files import writable_folder
 from videoqat.generation import single
+from videoqat.generation.division import check_guided
 from videoqat.generation.engine import Engine
 from videoqat.generation.pool import EnginePool, warm_up
 
@@ -70,22 +72,25 @@ class Worker:
         config: the service's; `runtime.device` is this worker's.
         identity: from `jobs.new_identity`.
         parent: a pipe's end that becomes readable, or breaks, when the worker is to stop; None: it stands alone.
+        group: the processes that make its videos, of which this is the first; None: it is the only one.
 
     Raises:
         UserError: device, database, queue, models or folder can't be used.
     """
 
-    def __init__(self, config: ServiceConfig, identity: str, parent: Connection | None = None) -> None:
+    def __init__(self, config: ServiceConfig, identity: str, parent: Connection | None = None, group: Group | None = None) -> None:
         self.identity = identity
         self.config = config
-        self.pool = EnginePool(config.runtime, config.memory.device_gib, config.memory.host_gib)
-        self._lock = _lock(self.pool.device)
+        self.group = group or Group()
+        self.pool = EnginePool(config.runtime, config.memory.device_gib, config.memory.host_gib, self.group.division)
+        self._lock = lock_device(self.pool.device)
         self.videos = writable_folder("folder", Path(config.folder).absolute() / "videos")
         self.catalogue: Catalogue = open_catalogue(config)
         self.jobs = Jobs(open_database(config.database_url()), config.retries, config.lease_s)
         self.queue = Queue(config.queue_url(), self.make)
         self.stopping = threading.Event()
-        self.broken = False  # whether the device is beyond use
+        self.broken = False  # whether the device, or the group, is beyond use
+        self._lost: WorkerLost | None = None
         self._parent = parent
         self._lease: str | None = None
         self._unwanted: str | None = None  # a lease that was found to be gone
@@ -94,7 +99,11 @@ class Worker:
         self.jobs.register(identity, socket.gethostname(), os.getpid(), str(self.pool.device))
 
     def run(self) -> None:
-        """Works until told to stop."""
+        """Works until told to stop.
+
+        Raises:
+            WorkerLost: another process of its group ended.
+        """
         beats = threading.Thread(target=self._beat, daemon=True)
         beats.start()
         try:
@@ -110,11 +119,14 @@ class Worker:
                     self.stopping.wait(1.0)
                     continue
                 if message is None:
+                    self.group.idle()
                     self.stopping.wait(IDLE_S)
                 elif self.stopping.is_set():
                     break  # the keeper sends the message again
                 else:
                     message()
+            if self._lost is not None:
+                raise self._lost
         finally:
             self.stopping.set()
             beats.join(timeout=5)
@@ -134,6 +146,10 @@ class Worker:
         except GenerationCancelled:
             if self.jobs.release(lease) == "queued":
                 self.queue.send(video)
+        except WorkerLost as error:
+            self._lost = error  # huey would keep an exception to itself
+            self.broken = True  # the lease runs out, and the video is begun again, as that of any worker which is gone
+            return
         except UserError as error:
             self._fail(row, "invalid_request", str(error))
         except NonFiniteError as error:
@@ -149,6 +165,8 @@ class Worker:
         finally:
             self._lease = None
             self._set_state("ready")
+        if (self.jobs.get(video) or {}).get("file") == out.name:
+            return  # the database took it, but its answer was lost on the way
         for path in (out, out.with_suffix(".json")):
             path.unlink(missing_ok=True)
         if self.pool.device.type == "cuda" and not self.broken:
@@ -159,6 +177,7 @@ class Worker:
         if model is None or row["attention"] not in (*self.catalogue.recipes, "checkpoint"):
             raise UserError(f"worker {self.identity} doesn't offer model={row['model']!r} with attention={row['attention']!r}")
         sampling = SamplingConfig(**row["sampling"])
+        check_guided(self.config.parallel, model.path, sampling)
         engine = self._engine(model)
         self._report("text", 0)
 
@@ -173,8 +192,11 @@ class Worker:
             out=str(out),
             sampling=sampling,
             runtime=self.config.runtime,
+            parallel=self.config.parallel,
         )
-        record = single.render(engine, wanted, self._fingerprints[model.path], on_step)
+        with self.group.together():
+            self.group.tell(wanted)
+            record = single.render(engine, wanted, self._fingerprints[model.path], self.group.agreeing(on_step))
         return self._result(record, model)
 
     def _engine(self, model: Model) -> Engine:
@@ -254,7 +276,10 @@ class Worker:
     def _warm_up(self) -> None:
         model = self.catalogue.default
         recipes = [self._recipe_spec(name) for name in self.catalogue.compare]
-        warm_up(self._engine(model), model.sampling, recipes)
+        engine = self._engine(model)
+        with self.group.together():
+            self.group.tell(WarmUp(model.path, model.sampling, recipes))
+            warm_up(engine, model.sampling, recipes)
 
 
 def _sums(row: Row, outcome: str, result: Row) -> list[tuple[str, str, float]]:
@@ -267,16 +292,21 @@ def _sums(row: Row, outcome: str, result: Row) -> list[tuple[str, str, float]]:
     return sums
 
 
-def _lock(device: torch.device) -> DeviceLock | None:
+def lock_device(device: torch.device) -> DeviceLock | None:
+    """The lock of a GPU; there is none of a CPU."""
     if device.type != "cuda":
         return None
     return DeviceLock(str(torch.cuda.get_device_properties(device).uuid))
 
 
-def main(config: ServiceConfig, identity: str, parent: Connection | None = None) -> int:
-    """A worker's whole life, in this process. Returns its exit code."""
+def main(config: ServiceConfig, identity: str, parent: Connection | None = None, group: Group | None = None) -> int:
+    """A worker's whole life, in this process. Returns its exit code.
+
+    Raises:
+        WorkerLost: another process of its group ended.
+    """
     try:
-        worker = Worker(config, identity, parent)
+        worker = Worker(config, identity, parent, group)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: worker.stopping.set())
         worker.run()
