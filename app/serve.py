@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from videoqat.config import RuntimeConfig, ServeConfig, ServiceConfig, WorkerConfig
+from videoqat.config import RuntimeConfig, ServeConfig, ServiceConfig, WorkerConfig, require
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import writable_folder
@@ -46,6 +46,7 @@ def plan(config: ServeConfig) -> dict[str, Any]:
 def plan_worker(config: WorkerConfig) -> dict[str, Any]:
     """What `work` would do, checked likewise."""
     _need_extra()
+    _check_group(config)
     return {"models": [model.name for model in config.models] or ["tiny-wan"], "workers": [_plan_device(config, config.runtime.device)]}
 
 
@@ -214,17 +215,51 @@ def _stop_starting(*_: Any) -> None:
 
 
 def work(config: WorkerConfig) -> dict[str, Any]:
-    """One worker, until it is told to stop (SIGTERM, or Ctrl-C).
+    """One worker, until it is told to stop (SIGTERM, or Ctrl-C). Under torchrun its processes make each video together (`app.group`).
 
     Raises:
-        UserError: device, folder, database, queue or models can't be used.
+        UserError: device, folder, database, queue or models can't be used, or not by so many processes.
+        WorkerLost: under torchrun, another process ended.
     """
     _need_extra()
+    _check_group(config)
+    from app.group import Group, follow
     from app.jobs import new_identity
-    from app.worker import main
+    from app.worker import lock_device, main
+    from videoqat.generation.division import open_division
+    from videoqat.parallel.mesh import collective_errors, world_size_from_launcher
 
     writable_folder("folder", config.folder)
-    return {"exit_code": main(config, new_identity(config.runtime.device))}
+    if world_size_from_launcher() == 1:
+        return {"exit_code": main(config, new_identity(config.runtime.device))}
+    together = open_division(config.parallel, config.folder, [], config.runtime.resolve()[0], world_size_from_launcher())
+    with together as (mesh, division), collective_errors("worker"):
+        config = dataclasses.replace(config, runtime=dataclasses.replace(config.runtime, device=str(mesh.device)))
+        group = Group(division)
+        if division.rank > 0:
+            lock = lock_device(mesh.device)
+            follow(config, group)
+            if lock is not None:
+                lock.release()
+            return {"exit_code": 0}
+        code = main(config, new_identity(str(mesh.device)), group=group)
+        group.tell(None)
+        return {"exit_code": code}
+
+
+def _check_group(config: WorkerConfig) -> None:
+    """Requires as many processes as `config.parallel` wants, and that they can divide the videos of each model."""
+    from videoqat.parallel.mesh import world_size_from_launcher
+
+    processes = world_size_from_launcher()
+    need = config.parallel.sp * config.parallel.cfg
+    legal = f"a product of {processes}, the number of processes; or torchrun --nproc-per-node {need}"
+    require(need == processes, "parallel.sp * parallel.cfg", need, legal)
+    if need > 1:
+        from videoqat.generation.division import check_division
+
+        for model in config.models:
+            check_division(config.parallel, model.path, processes, many=False)
 
 
 def _listen(config: ServeConfig) -> socket.socket:

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from videoqat.config.checks import choice, existing, require
-from videoqat.config.groups import GenerationRuntimeConfig, SamplingConfig
+from videoqat.config.groups import GenerationRuntimeConfig, SamplingConfig, VideoParallelConfig
 from videoqat.config.loading import load
 from videoqat.config.schemas import GenerateConfig
 from videoqat.errors import ConfigError
@@ -99,6 +99,7 @@ class ServiceConfig:
     recipes: list[str] = field(default_factory=lambda: list(RECIPES))  # names or files of the recipes on offer
     compare: list[str] = field(default_factory=lambda: ["bf16", "attn_qat_search"])  # what `compare: true` renders
     runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
+    parallel: VideoParallelConfig = field(default_factory=VideoParallelConfig)  # of a `worker` that torchrun starts as several processes
     memory: MemoryConfig = field(default_factory=MemoryConfig)
     warm_up: bool = True  # before a worker calls itself ready: the default model under every recipe of `compare`
     retries: int = 1  # how often a video is begun again whose worker died
@@ -125,6 +126,7 @@ class ServiceConfig:
         require(self.retries >= 0, "retries", self.retries, "0 or more")
         require(self.lease_s >= 1, "lease_s", self.lease_s, "at least 1")
         self.runtime.validate()
+        self.parallel.validate()
         self.memory.validate()
 
     def recipe_names(self) -> list[str]:
@@ -180,6 +182,9 @@ class ServeConfig(ServiceConfig):
             dataclasses.replace(self.runtime, device=device).validate()
         gpus = [device for device in self.devices if device != "cpu"]
         require(len(set(gpus)) == len(gpus), "devices", self.devices, "each GPU once: two jobs at a time on one would slow both down")
+        alone = self.parallel.sp * self.parallel.cfg == 1
+        legal = "[] with parallel.sp or parallel.cfg above 1: torchrun starts such workers (docs/serving.md)"
+        require(alone or not self.devices, "devices", self.devices, legal)
         require("auto" not in self.devices or len(self.devices) == 1, "devices", self.devices, "auto alone, or devices by name")
         if self.token_file:
             existing("token_file", self.token_file)

@@ -119,7 +119,7 @@ def open_division(
     with open_mesh(layout, device) as mesh:
         index, rank = divmod(mesh.rank, size)
         ulysses = None if mesh.sp_group is None else Ulysses(mesh.sp_group, config.ulysses_wire)
-        if ulysses is not None:
+        if ulysses is not None and recipes:
             family = family_of(folder)
             for component in family.components(folder):
                 layers = family.attention_layers(family.build(folder, component))

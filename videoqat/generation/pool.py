@@ -13,6 +13,7 @@ from PIL import Image
 
 from videoqat.config import GenerationRuntimeConfig, SamplingConfig
 from videoqat.errors import CheckpointError, GenerationCancelled
+from videoqat.generation.division import Division
 from videoqat.generation.engine import Engine, choose_recipe
 from videoqat.generation.meter import total_memory
 
@@ -72,8 +73,9 @@ class EnginePool:
         ConfigError: a device that isn't there.
     """
 
-    def __init__(self, runtime: GenerationRuntimeConfig, device_gib: float = 0.0, host_gib: float = 0.0) -> None:
+    def __init__(self, runtime: GenerationRuntimeConfig, device_gib: float = 0.0, host_gib: float = 0.0, division: Division | None = None) -> None:
         self.runtime = runtime
+        self.division = division
         self.device, self.dtype = runtime.resolve()
         self.strict = device_gib > 0
         home = self.device if runtime.offload == "none" else torch.device("cpu")
@@ -110,7 +112,7 @@ class EnginePool:
                 self._put_aside()
             if waiting is not None:
                 waiting.pipeline.to(self.device)
-            self._on_device[key] = waiting or Engine(folder, self.runtime)
+            self._on_device[key] = waiting or Engine(folder, self.runtime, division=self.division)
         self._on_device.move_to_end(key)
         return self._on_device[key]
 
