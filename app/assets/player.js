@@ -8,16 +8,19 @@ const PULL = 4; // by how much of its distance, in a second, the second video's 
 const SMALL = 160; // pixels: below it pixels are shown as such
 
 class Player extends HTMLElement {
+  static count = 0;
+  #group = `vq-mode-${Player.count++}`; // radio buttons of one player
   #urls = [];
   #generation = 0;
-  #frame = 0; // of the handle of requestAnimationFrame
+  #request = 0; // of the next animation frame
 
   connectedCallback() {
     this.#follow();
   }
 
   disconnectedCallback() {
-    cancelAnimationFrame(this.#frame);
+    this.#generation++;
+    cancelAnimationFrame(this.#request);
     this.#release();
   }
 
@@ -78,7 +81,7 @@ class Player extends HTMLElement {
     speed.append(...SPEEDS.map((value) => h("option", { value, selected: value === 1 }, `${value}×`)));
     const loop = h("input", { type: "checkbox", checked: true, onchange: (event) => (this.loop = event.target.checked) });
     const modes = ["wipe", "side by side"].map((name) =>
-      h("label", {}, h("input", { type: "radio", name: `mode-${this.#name()}`, value: name, checked: name === mode, onchange: () => this.#setMode(name) }), name),
+      h("label", {}, h("input", { type: "radio", name: this.#group, value: name, checked: name === mode, onchange: () => this.#setMode(name) }), name),
     );
     const controls = h(
       "div",
@@ -90,12 +93,6 @@ class Player extends HTMLElement {
     const chosen = this.videos.length > 2 ? this.#choices() : null;
     fill(this, h("div", { class: "vq-player", onkeydown: (event) => this.#key(event) }, chosen, this.stage, controls));
     this.#setMode(mode);
-  }
-
-  #name() {
-    Player.count = (Player.count ?? 0) + 1;
-    this.unique ??= Player.count;
-    return this.unique;
   }
 
   // With more than two videos: which are shown.
@@ -179,7 +176,7 @@ class Player extends HTMLElement {
 
   // With every frame on the screen: the second video is brought back in step with the first, and both begin again together.
   #follow() {
-    this.#frame = requestAnimationFrame(() => this.#follow());
+    this.#request = requestAnimationFrame(() => this.#follow());
     if (!this.playing || this.restarting) return;
     const [first, second] = this.elements;
     if (first.ended) {
