@@ -68,9 +68,8 @@ def _form(page: gr.Blocks) -> None:
     with gr.Row(elem_id="vq-examples"):
         for example in EXAMPLES:
             gr.Button(example, size="sm", min_width=0).click(None, None, prompt, js=f"() => {json.dumps(example)}")
-    with gr.Row():
-        left = gr.Dropdown(label="Reference", elem_id="vq-left", min_width=120)
-        right = gr.Dropdown(label="Compared with", elem_id="vq-right", min_width=120)
+    left = gr.Dropdown(label="Reference", elem_id="vq-left")
+    right = gr.Dropdown(label="Compared with", elem_id="vq-right")
     floor = gr.Checkbox(True, label="Render the reference twice, to see how much differs by itself", elem_id="vq-floor")
     model = gr.Dropdown(label="Model", elem_id="vq-model")
     other = gr.Dropdown(label="Model of the second video", visible=False, elem_id="vq-other")
@@ -87,8 +86,8 @@ def _form(page: gr.Blocks) -> None:
 
     sampling = [size, frames, steps, guidance, negative]
     page.load(None, None, [model, other, left, right, *sampling], js=_call("load"))
-    model.change(None, model, [right, *sampling], js=_call("choose"))
-    other.change(None, [other, model], right, js=_call("chooseOther"))
+    model.input(None, model, [right, *sampling], js=_call("choose"))
+    other.input(None, [other, model], right, js=_call("chooseOther"))
     values = [prompt, left, right, floor, model, other, size, frames, steps, guidance, seed, negative]
     gr.on([generate.click, prompt.submit], None, values, None, js=_call("generate"))
 
