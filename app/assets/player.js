@@ -186,7 +186,7 @@ class Player extends HTMLElement {
     }
     if (first.seeking || second.seeking) return;
     const ahead = second.currentTime - first.currentTime;
-    if (Math.abs(ahead) > 3 / this.clip.fps) second.currentTime = first.currentTime;
+    if (Math.abs(ahead) > 2 / this.clip.fps) second.currentTime = first.currentTime;
     else if (second.paused && !second.ended) second.play().catch(() => {});
     const bent = Math.abs(ahead) < 0.25 / this.clip.fps ? 1 : Math.max(0.5, Math.min(1.5, 1 - PULL * ahead));
     if (second.playbackRate !== this.rate * bent) second.playbackRate = this.rate * bent;
