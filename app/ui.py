@@ -128,7 +128,8 @@ def add_page(app: FastAPI) -> None:
     shell = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     shell.mount("/page", StaticFiles(directory=ASSETS))
     theme = gr.themes.Base(font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"], radius_size="md", text_size="md")
-    theme.set(block_border_width="0px", block_padding="0px", block_background_fill="transparent", input_border_width="1px", button_border_width="1px")
+    theme.set(block_border_width="0px", block_padding="0px", input_border_width="1px", button_border_width="1px")
+    theme.set(block_background_fill="transparent", block_background_fill_dark="transparent")
     # Everything that Gradio would else take from the environment is said here.
     gr.mount_gradio_app(
         shell, build(), path="/", theme=theme, head=HEAD, footer_links=[], run_history=False, ssr_mode=False, pwa=False, mcp_server=False,
