@@ -22,6 +22,14 @@ SCHEMAS = {
     "compare-attention": cfg.CompareAttentionConfig,
     "model": cfg.GenerateConfig,
 }
+EVIDENCE = {
+    "base": cfg.TrainConfig,
+    "clips": cfg.ExampleClipsConfig,
+    "held_out": cfg.ExampleClipsConfig,
+    "generate": cfg.GenerateConfig,
+    "model": cfg.ExampleModelConfig,
+    "preprocess": cfg.PreprocessConfig,
+}  # configs/evidence holds files for several commands; the others are tables for `evidence run`
 
 
 def required(schema: type, folder: Path) -> list[str]:
@@ -46,6 +54,16 @@ def required(schema: type, folder: Path) -> list[str]:
         return [f"run={folder}", f"out={folder / 'out'}"]
     if schema in (cfg.ExampleClipsConfig, cfg.ExampleModelConfig):
         return [f"out={folder / 'out'}"]
+    if schema is cfg.SensitivityConfig:
+        return [f"model={folder}", f"cache={folder}", f"out={folder / 'out'}"]
+    if schema is cfg.EvidenceConfig:
+        return [f"base={folder}", f"cache={folder}", f"held_out={folder}", f"out={folder / 'out'}"]
+    if schema is cfg.MeasureConfig:
+        return [f"model={folder}", f"cache={folder}", f"out={folder / 'out'}"]
+    if schema is cfg.JudgeConfig:
+        return [f"videos={folder}"]
+    if schema is cfg.TrainJudgesConfig:
+        return [f"out={folder / 'judges.safetensors'}"]
     if schema is cfg.BenchTrainingConfig:
         return [f"work={folder / 'work'}"]
     return []
@@ -66,7 +84,8 @@ def refusal(schema: type, file: str | None, overrides: list[str]) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_defaults_are_legal(command: str, tmp_path: Path):
     schema = COMMANDS[command].schema
-    config = cfg.load(schema, None, required(schema, tmp_path))
+    rows = ["rows=[{name: a}, {name: b}]"] if schema is cfg.EvidenceConfig else []  # of which there are none by default
+    config = cfg.load(schema, None, required(schema, tmp_path) + rows)
     assert isinstance(config, schema)
 
 
@@ -124,7 +143,7 @@ def test_every_shipped_file_loads(name: str, tmp_path: Path):
     if folder == "recipe":
         assert get_recipe(str(CONFIGS / name)).name == Path(name).stem
         return
-    schema = SCHEMAS[folder]
+    schema = EVIDENCE.get(Path(name).stem, cfg.EvidenceConfig) if folder == "evidence" else SCHEMAS[folder]
     assert isinstance(cfg.load(schema, name.removesuffix(".yaml"), required(schema, tmp_path)), schema)
 
 

@@ -19,12 +19,12 @@ from helpers.ranks import run_ranks
 from torch import Tensor, nn
 
 from videoqat.attention.backends import record_receipts
-from videoqat.config import ExampleModelConfig, GenerateConfig, ParallelConfig, RuntimeConfig, SamplingConfig, load
+from videoqat.config import ExampleModelConfig, ParallelConfig, RuntimeConfig, SamplingConfig
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.models.cogvideox import FAMILY, CogVideoXProcessor
 from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
-from videoqat.models.spec import Condition, family_of, family_of_transformer
+from videoqat.models.spec import Condition, family_of_transformer
 from videoqat.models.tiny import build_pipeline, cogvideox_transformer
 from videoqat.parallel.mesh import open_mesh
 from videoqat.parallel.ulysses import Ulysses
@@ -360,18 +360,6 @@ def test_a_prompt_that_is_cut_is_told(tiny: Path) -> None:
 
 
 # --- what is refused, before weights are loaded
-
-
-def test_image_to_video_is_refused(tiny: Path, tmp_path: Path) -> None:
-    pipeline = edited(tiny, tmp_path / "pipeline", "model_index.json", _class_name="CogVideoXImageToVideoPipeline")
-    with pytest.raises(CheckpointError, match=r"holds a CogVideoXImageToVideoPipeline, which is not supported yet; supported:.* CogVideoXPipeline"):
-        family_of(pipeline)
-    for key, value in (("in_channels", 8), ("ofs_embed_dim", 512), ("use_learned_positional_embeddings", True)):
-        folder = edited(tiny, tmp_path / key, "transformer/config.json", **{key: value})
-        with pytest.raises(CheckpointError, match=f"is an image-to-video transformer \\({key}.*only text-to-video is supported for CogVideoX yet"):
-            FAMILY.geometry(folder)
-    with pytest.raises(ConfigError, match="image"):
-        load(GenerateConfig, None, [f"model={tiny}", "prompt=a bag", f"out={tmp_path / 'x.mp4'}", "image=bag.png"])
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from videoqat.evaluation import compare
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.generation import batch
 from videoqat.generation.engine import Engine, choose_recipe
+from videoqat.generation.pool import warm_up
 from videoqat.models.install import install
 from videoqat.models.spec import family_of, read_recipe
 from videoqat.recipes import RECIPES, AttentionRecipe, get_recipe, recipe_from_dict
@@ -201,7 +202,7 @@ def test_an_early_end_leaves_the_recipe_as_it_was(engine: Engine):
 def test_warming_up_reaches_a_step_that_is_quantised(engine: Engine, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("base: attn_qat\nname: mine\nkeep_first_steps: 1\n")
     with record_receipts() as receipts:
-        engine.warm_up(SAMPLING, [str(tmp_path / "mine.yaml")])
+        warm_up(engine, SAMPLING, [str(tmp_path / "mine.yaml")])
     assert {receipt.recipe: receipt.calls for receipt in receipts}["mine"] == 2 * 2  # two layers, with and without the prompt: one step
 
 
