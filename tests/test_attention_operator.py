@@ -194,7 +194,7 @@ MEASURE = """
 import resource, torch
 from videoqat.attention import attention
 torch.set_num_threads({threads})
-q, k, v = (torch.randn(1, 8192, 8, 64, requires_grad=True) for _ in range(3))
+q, k, v = (torch.randn(1, 8192, 2, 64, requires_grad=True) for _ in range(3))
 attention(q[:, :32], k[:, :32], v[:, :32], "attn_qat_search").sum().backward()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 attention(q, k, v, "attn_qat_search").sum().backward()
@@ -204,11 +204,11 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 @pytest.mark.slow
 def test_memory_at_8192_tokens():
-    """8,192 tokens, 8 heads, d 64, forward and backward, within 2 GB; it needs about 0.3. One dense P is 2.1 GB, a dense backward several."""
+    """8,192 tokens, 2 heads, d 64, forward and backward: one dense P is 0.54 GB, a dense backward several of them."""
     code = MEASURE.format(threads=torch.get_num_threads())
     grown = float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
     print(f"peak memory grew by {grown / 1e9:.2f} GB")
-    assert grown < 0.6e9
+    assert grown < 0.3e9
 
 
 # --- the kernel for recipes that quantise nothing ---
