@@ -60,9 +60,6 @@ def render_all(folders: dict[str, Path], parallel: VideoParallelConfig) -> dict[
     found = {}
     first, ranks = next(iter(folders.values())), parallel.sp * parallel.cfg
     with open_division(parallel, first, [get_recipe("attn_qat")], torch.device("cpu"), ranks) as (_, division):
-        _,
-        division,
-    ):
         for name, folder in folders.items():
             engine = Engine(folder, CPU, division=division)
             for recipe in recipes(name):
