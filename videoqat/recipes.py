@@ -307,9 +307,7 @@ def _with_measured_layers(fields: dict[str, Any], path: Path) -> AttentionRecipe
     for field in (*FORWARD_FIELDS, "keep_components"):
         if getattr(measured, field) != getattr(recipe, field):
             difference = f"with {field}={getattr(measured, field)!r}, not {getattr(recipe, field)!r}"
-            raise ConfigError(
-                f"{path}: {source} measured recipe {measured.name!r}, {difference}; it says nothing about recipe {recipe.name!r}"
-            )
+            raise ConfigError(f"{path}: {source} measured recipe {measured.name!r}, {difference}; it says nothing about recipe {recipe.name!r}")
     if kept is None:
         raise ConfigError(f"{path}: no choice of layers in {source} meets {limits}; the least error that it reached is {least:.3g}")
     return dataclasses.replace(recipe, **kept)
