@@ -53,10 +53,10 @@ def on_ranks(config: PreprocessConfig) -> tuple[dict, int]:
     calls = 0
     original = precompute.Encoder.video
 
-    def counted(self, frames):
+    def counted(self, clips):
         nonlocal calls
-        calls += 1
-        return original(self, frames)
+        calls += len(clips)
+        return original(self, clips)
 
     precompute.Encoder.video = counted
     return preprocess(config), calls

@@ -254,7 +254,8 @@ def _make_samples(
                 if len(waiting[prepared.bucket]) == config.batch_size:
                     encode_waiting(prepared.bucket)
         for bucket in buckets:
-            encode_waiting(bucket)
+            if waiting[bucket]:  # else nothing need be loaded that encodes
+                encode_waiting(bucket)
     store.flush()
     for place in [place for place, key in made.keys.items() if key in broken]:
         del made.keys[place]
