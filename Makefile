@@ -34,9 +34,8 @@ demo: venv
 
 # A worker more than there are cores, each with one torch thread (tests/conftest.py): many tests wait for processes that they started. A file stays with
 # one worker, so that its fixtures are built once. In their own order: else files of one long test come last, one after the other on one core.
-WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) + 1))' 2>/dev/null)
 test: venv
-	@$(BIN)/python -m pytest -q --numprocesses=$(or $(WORKERS),2) --dist=loadfile --no-loadscope-reorder
+	@$(BIN)/python -m pytest -q --numprocesses=$$($(BIN)/python -c 'import os; print(min(8, os.cpu_count() + 1))') --dist=loadfile --no-loadscope-reorder
 
 check: venv
 	$(BIN)/ruff format --check .
