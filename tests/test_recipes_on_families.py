@@ -143,13 +143,17 @@ def test_every_recipe_runs_on_every_family_as_the_reference_computes_it(family: 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("family", MODULES)
 def test_every_recipe_runs_on_a_gpu_as_the_reference_computes_it(family: str, name: str, dense: Reference) -> None:
-    """By whichever kernel serves it there. What isn't quantised is rounded to bf16 on the way, so that the errors are larger than on the CPU."""
+    """By whichever kernel serves it there. What isn't quantised is rounded to bf16 on the way, so that the errors are larger than on the CPU.
+
+    Most of all where Q and K aren't, since logits are exponents: there a fifth of the effect is too little (4.24e-3 of 2.00e-2 on an H200).
+    """
     with record_receipts() as receipts:
         ours = run(family, ALL[name], frames=10, device="cuda")
     assert sum(receipt.calls for receipt in receipts if receipt.recipe == name) == 2
     expected = run(family, ALL[name], "reference", frames=10, device="cuda")
     assert len(dense.calls) == 2
-    assert error(ours, expected) < max(error(run(family, "bf16", frames=10, device="cuda"), expected) / 4, 3e-3)
+    effect = error(run(family, "bf16", frames=10, device="cuda"), expected)
+    assert error(ours, expected) < max(effect / (4 if ALL[name].qk == "bf16" else 5), 3e-3)
 
 
 JOINT = ["cogvideox", "hunyuanvideo", "hunyuan15"]
