@@ -15,7 +15,7 @@ from videoqat.evaluation.judges import ASSET, CAPTIONS, Judges, accuracies, judg
 
 
 def real_clip(index: int, seed: int = 77) -> np.ndarray:
-    """Of the embedded photos that are held out."""
+    """Of the embedded photos that are held out from generators. Half of the photos the judges that ship were trained on, in other clips."""
     return draw_clip(*read_photos("embedded", "held_out"), index, num_frames=17, size=128, seed=seed, split="held_out")
 
 
@@ -50,6 +50,7 @@ def test_what_ships_is_right_on_real_clips(folder: Path) -> None:
     assert told["real_clips"]["garment"]["share"] >= 0.8
     assert told["real_clips"]["direction"]["share"] >= 0.99
     assert ASSET.stat().st_size < 1_000_000
+    assert Judges.load().card == json.loads(ASSET.with_suffix(".json").read_text())  # what people read is what the weights carry
 
 
 def test_other_captions_are_not_what_is_seen(folder: Path, tmp_path: Path) -> None:

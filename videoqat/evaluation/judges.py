@@ -5,6 +5,9 @@ How often they are right on clips from the fifth, written as mp4 and read back a
 with the weights: no generated video can be judged more surely than that. Both see pixels alone, halved in size again and again, so that what sets
 a decoded video apart from a drawn one (a VAE's blur, the codec) counts for little.
 
+Those that ship (assets/judges.safetensors) come from an earlier form of `train_judges`: trained on photos with even numbers and measured on those
+with odd ones, without mirrored pictures, with a quarter of the steps for directions. Their card, judges.json, is of that run.
+
 The judge of garments looks at five frames, one by one, and takes the mean of its logits. The judge of directions looks at all frames of a small
 grey picture as channels of one image: it can tell nothing but how that changes with time.
 """
