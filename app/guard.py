@@ -1,8 +1,10 @@
-"""What stands before the API: bodies no larger than allowed, a bearer token where one is set, and errors in one form."""
+"""What stands before the API: a bearer token where one is set, this machine's own names where others are kept out, bodies no larger than allowed, and
+errors in one form."""
 
 import hmac
 import json
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from app.api import ErrorDetail, ErrorResponse
 from app.orders import BadRequest
+from videoqat.config.serving import is_loopback
 from videoqat.console import say
 
 PROTECTED = ("/v1/", "/metrics")
@@ -28,18 +31,21 @@ def error_response(
 
 
 class Guard:
-    """Around the application: refuses what is too large or has no token, before anything is read.
+    """Around the application: refuses what is too large, has no token or is meant for another machine, before anything is read.
 
     Args:
         app: what it guards.
         max_body_bytes: of a request to the API.
         token: None: anybody may ask.
+        local_only: whether requests must call this machine localhost, or by a loopback address. Without a token that is what keeps out a web page
+            somewhere else whose own name was made to lead here (DNS rebinding): to the browser, this server would be that page's.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, max_body_bytes: int, token: str | None, local_only: bool) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
         self.token = token
+        self.local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See `starlette.types.ASGIApp`."""
@@ -50,6 +56,10 @@ class Guard:
         if self.token is not None and not self._has_token(headers.get(b"authorization", b"")):
             challenge = {"WWW-Authenticate": "Bearer"}
             await error_response(401, "this service needs a bearer token: Authorization: Bearer TOKEN", headers=challenge)(scope, receive, send)
+            return
+        if self.local_only and not _is_local(host := headers.get(b"host", b"").decode("latin-1")):
+            legal = "localhost or 127.0.0.1; others when the service runs with token_file=FILE or open_to_all=true"
+            await error_response(421, f"Host={_short(host)} is not this machine's own name; legal: {legal}", code="host")(scope, receive, send)
             return
         declared = headers.get(b"content-length", b"0")
         if not declared.isdigit() or int(declared) > self.max_body_bytes:
@@ -82,6 +92,14 @@ class Guard:
 
     async def _too_large(self, scope: Scope, receive: Receive, send: Send) -> None:
         await error_response(413, f"the body is too large; legal: at most {self.max_body_bytes} bytes", code="body_too_large")(scope, receive, send)
+
+
+def _is_local(host: str) -> bool:
+    """Whether a Host header, with or without a port, means this machine to whoever sent it."""
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:
+        return False
 
 
 def tell_errors(app: FastAPI) -> None:

@@ -30,6 +30,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
 ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"model": api.ErrorResponse, "description": "no token, or a wrong one, where one is needed"},
+    421: {"model": api.ErrorResponse, "description": "a Host that isn't this machine's, where it serves itself alone"},
     422: {"model": api.ErrorResponse, "description": "a field that can't be used"},
     503: {"model": api.ErrorResponse, "description": "the database doesn't answer"},
 }
@@ -133,7 +134,8 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_about(service))
     app.include_router(_operation(service, metrics))
     app.add_middleware(_Measured, metrics=metrics)
-    app.add_middleware(Guard, max_body_bytes=service.config.limits.max_body_bytes, token=service.config.token())
+    config = service.config
+    app.add_middleware(Guard, max_body_bytes=config.limits.max_body_bytes, token=config.token(), local_only=config.for_this_machine_alone())
     return app
 
 
@@ -297,7 +299,9 @@ def _operation(service: Service, metrics: Metrics) -> APIRouter:
         return {"status": "ready", "workers": len(states)}
 
     @router.get(
-        "/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}, "description": "in Prometheus' form"}, 401: ERRORS[401]}
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": {"text/plain": {}}, "description": "in Prometheus' form"}, 401: ERRORS[401], 421: ERRORS[421]},
     )
     def show_metrics() -> Response:
         """Figures for Prometheus."""

@@ -5,12 +5,10 @@ import itertools
 import json
 import os
 import re
-import socket
 import statistics
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +25,9 @@ from app.comparisons import Comparisons
 from app.jobs import Jobs
 from app.keeper import Keeper
 from app.queue import Queue
-from app.serve import serve
 from app.server import Service, create_app
 from app.tables import metadata, open_database, videos
-from app.worker import DeviceLock
-from videoqat.commands import execute
-from videoqat.config import LimitsConfig, ServeConfig, ServedModel, load
-from videoqat.errors import ConfigError, UserError
+from videoqat.config import LimitsConfig, ServeConfig, ServedModel
 
 LIMITS = LimitsConfig(max_pixels=64 * 64, max_frames=17, max_steps=20, max_prompt_characters=200, max_queued=6, max_body_bytes=4096)
 RESULT = {
@@ -64,7 +58,7 @@ def service_of(config: ServeConfig, folder: Path) -> Service:
 @pytest.fixture(scope="module")
 def shared(base, tmp_path_factory) -> Iterator[tuple[Service, TestClient]]:
     service = service_of(base, tmp_path_factory.mktemp("shared"))
-    with TestClient(create_app(service), raise_server_exceptions=False) as client:
+    with TestClient(create_app(service), "http://127.0.0.1:8000", raise_server_exceptions=False) as client:
         yield service, client
 
 
@@ -195,7 +189,8 @@ def test_bodies_that_are_no_requests(http):
     ):
         answer = http.post("/v1/videos", content=body, headers=headers)
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True), body
-    assert http.post("/v1/videos", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"}).status_code == 422
+    for kind in ({"content-type": "text/plain"}, {}):  # what a page from elsewhere may send without being asked for leave
+        assert http.post("/v1/videos", content=b'{"prompt": "a"}', headers=kind).status_code == 422
 
     def endless() -> Iterator[bytes]:
         yield from [b" " * 1000] * 100
@@ -364,6 +359,24 @@ def test_a_token_is_needed_where_one_is_set(base, tmp_path):
         assert http.get("/health").status_code == 200
 
 
+@pytest.mark.parametrize("host", ["pages.example", "127.0.0.1.pages.example", "192.168.0.5:8000", "0.0.0.0", "[::2]", "[", ""])
+def test_a_page_from_elsewhere_cannot_make_its_name_lead_here(http, host):
+    for method, path in (("GET", "/v1/videos"), ("POST", "/v1/videos"), ("GET", "/metrics")):
+        answer = http.request(method, path, headers={"host": host}, json={"prompt": "a"} if method == "POST" else None)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (421, "host"), host
+    assert http.get("/v1/queue").json()["videos"] == {}
+
+
+def test_names_of_this_machine_and_who_else_may_ask(http, base, tmp_path):
+    for host in ("localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.2:1", "[::1]:8000"):
+        assert http.get("/v1/videos", headers={"host": host}).status_code == 200, host
+    assert http.get("/health", headers={"host": "pages.example"}).status_code == 200  # it tells nothing
+    for name, changes in (("open", {"open_to_all": True}), ("all", {"open_to_all": True, "host": "0.0.0.0"})):
+        (tmp_path / name).mkdir()
+        with TestClient(create_app(service_of(dataclasses.replace(base, **changes), tmp_path / name))) as other:
+            assert other.get("/v1/videos", headers={"host": "videos.example"}).status_code == 200
+
+
 def test_the_keeper_sends_lost_messages_again_and_clears_files_that_belong_to_nothing(http, service):
     ids = [post(http).json()["id"] for _ in range(2)]
     assert service.queue.pending() == set(ids)
@@ -382,70 +395,6 @@ def test_the_keeper_sends_lost_messages_again_and_clears_files_that_belong_to_no
         os.utime(service.videos / name, (0, 0))
     keeper.clear()
     assert sorted(path.name for path in service.videos.iterdir()) == sorted(kept)
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        (["host=0.0.0.0"], ["host", "token_file", "open_to_all"]),
-        (["models=[{name: 'a b', path: .}]"], ["models[0].name"]),
-        (["models=[{name: a, path: no/such}]"], ["models[0].path", "no/such"]),
-        (["models=[{name: a, path: ., sampling: {num_frame: 5}}]"], ["models[0]", "num_frame", "num_frames"]),
-        (["models=[{name: a, path: .}, {name: a, path: .}]"], ["models", "differ"]),
-        (["compare=[bf16]"], ["compare", "two"]),
-        (["compare=[bf16, fp3]"], ["compare", "fp3"]),
-        (["devices=[cuda:0, cuda:0]"], ["devices", "once"]),
-        (["database=mysql://me:secret@host/x"], ["database", "postgresql+psycopg://"]),
-        (["queue=amqp://host"], ["queue", "redis://"]),
-        (["port=70000"], ["port"]),
-        (["token_file=no/such"], ["token_file"]),
-        (["limits.max_frames=0"], ["limits.max_frames"]),
-        (["lease_s=0"], ["lease_s"]),
-    ],
-)
-def test_bad_settings_are_one_line(settings, words, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError) as error:
-        load(ServeConfig, None, settings)
-    assert all(word in str(error.value) for word in words), error.value
-    assert "secret" not in str(error.value)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_dry_run_tells_the_kernels_and_writes_nothing(base, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    settings = [f"models=[{{name: tiny, path: {base.models[0].path}}}]", "compare=[bf16, attn_qat, checkpoint]"]
-    for name, more in (("serve", ["devices=[cpu, cpu]"]), ("worker", ["runtime.device=cpu"])):
-        planned = execute(name, None, [*settings, *more], dry_run=True, show_config=False)
-        kernels = {"tiny: bf16": ("sdpa", True), "tiny: attn_qat": ("torch", False), "tiny: checkpoint": ("sdpa", True)}
-        assert [w["device"] for w in planned["workers"]] == ["cpu"] * (2 if name == "serve" else 1)
-        assert {key: (found["kernel"], found["native"]) for key, found in planned["workers"][0]["kernels"].items()} == kernels
-    assert list(tmp_path.iterdir()) == []
-    with pytest.raises(UserError, match=r"kernel='sdpa' can't serve"):
-        execute("worker", None, [*settings, "runtime.device=cpu", "runtime.kernel=sdpa"], dry_run=True, show_config=False)
-
-
-def test_a_port_that_is_taken_is_told_before_anything_is_started(base, tmp_path):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        with pytest.raises(UserError, match=f"port={taken.getsockname()[1]}"):
-            serve(dataclasses.replace(base, folder=str(tmp_path / "new"), port=taken.getsockname()[1]))
-
-
-def test_a_gpu_has_one_worker_at_a_time():
-    first = DeviceLock("GPU-of-a-test", wait_s=0.0)
-    with pytest.raises(UserError, match="another worker has the GPU"):
-        DeviceLock("GPU-of-a-test", wait_s=0.05)
-    DeviceLock("another GPU-of-a-test", wait_s=0.0).release()
-    waiting = ThreadPoolExecutor(1).submit(DeviceLock, "GPU-of-a-test", 30.0)
-    first.release()
-    waiting.result(30).release()
-
-
-def test_a_queue_that_cannot_be_used():
-    with pytest.raises(UserError, match=r"queue=redis://\.\.\.@127\.0\.0\.1:1"):
-        Queue("redis://me:secret@127.0.0.1:1/0")
 
 
 def test_a_thousand_stored_videos_are_listed_right_and_timed(http, service):

@@ -122,8 +122,8 @@ def test_a_client_that_goes_away_leaves_no_trace(service):
     service.until(video["id"])
     host, port = service.url.removeprefix("http://").split(":")
     for request in (
-        b'POST /v1/videos HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"prompt":',
-        f"GET /v1/videos/{video['id']}/content HTTP/1.1\r\nHost: x\r\n\r\n".encode(),
+        b'POST /v1/videos HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"prompt":',
+        f"GET /v1/videos/{video['id']}/content HTTP/1.1\r\nHost: localhost\r\n\r\n".encode(),
         b"GARBAGE\r\n\r\n",
     ):
         with socket.create_connection((host, int(port))) as there:

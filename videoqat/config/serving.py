@@ -165,7 +165,7 @@ class ServeConfig(ServiceConfig):
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     token_file: str = ""  # a file whose first line requests must carry as a bearer token; empty: none
-    open_to_all: bool = False  # serve other machines without a token
+    open_to_all: bool = False  # serve other machines without a token; also through a proxy on this one
     devices: list[str] = field(default_factory=lambda: ["auto"])  # of the workers started here; auto: every GPU, or the CPU; empty: none
     keep_hours: float = 168.0  # how long a video is kept after it ended
     limits: LimitsConfig = field(default_factory=LimitsConfig)
@@ -189,9 +189,12 @@ class ServeConfig(ServiceConfig):
         if self.token_file:
             existing("token_file", self.token_file)
             require(len(self.token() or "") >= 16, "token_file", self.token_file, "a file whose first line has at least 16 characters")
-        local = self.host == "localhost" or _is_loopback(self.host)
-        guarded = local or bool(self.token_file) or self.open_to_all
+        guarded = is_loopback(self.host) or bool(self.token_file) or self.open_to_all
         require(guarded, "host", self.host, "127.0.0.1; or any with token_file=FILE, or with open_to_all=true")
+
+    def for_this_machine_alone(self) -> bool:
+        """Whether nothing keeps others out but the address on which the server listens."""
+        return is_loopback(self.host) and not self.token_file and not self.open_to_all
 
     def token(self) -> str | None:
         """What requests must carry; None where anybody may ask."""
@@ -201,7 +204,10 @@ class ServeConfig(ServiceConfig):
         return lines[0].strip() if lines else ""
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether a name or address always means the machine on which it is said."""
+    if host == "localhost":
+        return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
