@@ -137,6 +137,16 @@ def test_what_is_won_back_is_worked_out_seed_by_seed() -> None:
     assert qat["gap"]["sd"] == pytest.approx(0.08 / math.sqrt(2))
     assert qat["direction"]["share"] == 7 / 8
     assert qat["psnr"] == 20.5
+    assert qat["ci95"] == pytest.approx([0.02, 0.1])  # both clips of a seed differ alike; over the seeds, from the lowest to the highest
+
+
+def test_one_clip_gives_no_interval() -> None:
+    names = [{"name": name, "reference": "", "plain": ""} for name in ("BF16", "NVFP4")]
+    one = {"config": {"rows": names, "reference": "", "plain": "", "seeds": [0]}, "rows": [_row("BF16", 0, [1.0]), _row("NVFP4", 0, [1.1])]}
+    assert [row["ci95"] for row in summarise(one)] == [None, None]
+    assert "| +0.10000 ± 0.00000 | +10.00% |  |" in render("{{ main() }}", [{**one, "trainings": [], "provenance": {
+        "date": "", "device": "", "versions": {}, "commit": "unknown", "command": "",
+    }}])  # fmt: skip
 
 
 def test_page_is_made_of_what_was_measured(made: tuple[EvidenceConfig, dict]) -> None:
@@ -156,6 +166,14 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
     first, rest = chains(config)
     assert sum(len(chain.rows) for chain in first + rest) == len(config.rows) * len(config.seeds)
     assert {row.training for row in config.rows} - {""} == {training.name for training in config.trainings}
+    # A gap is what attention costs, and not what more steps win, only between weights that were trained as long; the plain row's, of the same weights.
+    steps, rows = {"": 0, **{training.name: training.steps for training in config.trainings}}, {row.name: row for row in config.rows}
+    for row in config.rows:
+        reference = rows[row.reference or config.reference]
+        assert (reference.recipe, steps[reference.training]) == ("bf16", steps[row.training]), row.name
+        if row is not reference:
+            plain = rows[row.plain or config.plain]
+            assert (plain.recipe, plain.training) == ("attn_qat", reference.training), row.name
 
 
 @pytest.mark.parametrize(

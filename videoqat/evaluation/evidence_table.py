@@ -32,8 +32,9 @@ def _spread(values: list[float]) -> dict[str, float]:
 def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of the table for each name, over its seeds, in the configuration's order; rows that have no seed with the reference are left out.
 
-    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its interval over clips (the widest of the seeds'), `recovered` the
-    share of the plain row's gap that is won back: 1 - gap / plain gap, seed by seed. None where a seed has no plain row, or one without a gap.
+    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its interval over clips (from the lowest bound of the seeds' intervals
+    to the highest; None for a single clip), `recovered` the share of the plain row's gap that is won back: 1 - gap / plain gap, seed by seed. None
+    where a seed has no plain row, or one without a gap.
     """
     names = [row["name"] for row in one["config"]["rows"]]
     found = {(row["name"], row["seed"]): row for row in one["rows"]}
@@ -52,7 +53,7 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
             losses.append(told[name]["loss"])
             gaps.append(told[name]["difference"])
             relative.append(told[name]["relative"])
-            intervals.append(told[name]["ci95"] or [told[name]["difference"]] * 2)
+            intervals.append(told[name]["ci95"])
             if told.get(plain, {"difference": 0.0})["difference"] > 0:
                 recovered.append(1 - told[name]["difference"] / told[plain]["difference"])
         mine = [found[name, seed] for seed in seeds]
@@ -67,7 +68,7 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
                 "loss": _spread(losses),
                 "gap": _spread(gaps),
                 "relative": _spread(relative),
-                "ci95": [min(low for low, _ in intervals), max(high for _, high in intervals)],
+                "ci95": [min(low for low, _ in intervals), max(high for _, high in intervals)] if None not in intervals else None,
                 "recovered": _spread(recovered) if len(recovered) == len(seeds) and name not in (reference, plain) else None,
                 **_videos(mine),
             }
@@ -76,7 +77,7 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _videos(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over all videos of all seeds; accuracies with their intervals, videos of all seeds together."""
+    """Means over all videos of all seeds (PSNR: those that differ, as it is infinite for others); accuracies with their intervals, of all together."""
     videos = [video for row in rows for video in row["videos"]]
 
     def mean(values: list[float | None]) -> float | None:
@@ -128,12 +129,13 @@ def _lines(heads: list[str], rows: Iterable[list[str]]) -> str:
 
 def _main(table: list[dict[str, Any]]) -> str:
     """Losses, gaps and what is won back. Spread is the standard deviation over seeds."""
-    heads = ["", "weights", "attention", "seeds", "loss", "gap", "gap, share of the loss", "95 % of the gap over clips", "won back"]
+    heads = ["", "weights", "attention", "seeds", "loss", "held against", "gap", "gap, share of the loss", "95 % of the gap over clips", "won back"]
     rows = []
     for one in table:
         loss, gap, relative, won = one["loss"], one["gap"], one["relative"], one["recovered"]
         cells = [one["name"], one["training"] or "base", one["recipe"], str(len(one["seeds"])), f"{loss['mean']:.5f} ± {loss['sd']:.5f}"]
-        cells += [f"{gap['mean']:+.5f} ± {gap['sd']:.5f}", f"{relative['mean']:+.2%}", f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}"]
+        interval = f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}" if one["ci95"] else ""
+        cells += [one["reference"], f"{gap['mean']:+.5f} ± {gap['sd']:.5f}", f"{relative['mean']:+.2%}", interval]
         rows.append([*cells, "" if won is None else f"{won['mean']:.0%} ({won['low']:.0%} to {won['high']:.0%})"])
     return _lines(heads, rows)
 
