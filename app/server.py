@@ -20,6 +20,7 @@ from app.keeper import remove
 from app.metrics import Metrics
 from app.orders import orders_of
 from app.queue import Queue
+from app.reference import add_reference
 from videoqat import __version__
 from videoqat.config import ServeConfig
 from videoqat.console import say
@@ -125,10 +126,11 @@ class Service:
 
 def create_app(service: Service) -> FastAPI:
     """The application around a service."""
-    app = FastAPI(title="videoqat", version=__version__, description="Videos, and what 4-bit attention makes of them.", redoc_url=None)
+    app = FastAPI(title="videoqat", version=__version__, description="Videos, and what 4-bit attention makes of them.", docs_url=None, redoc_url=None)
     app.state.service = service
     metrics = Metrics(service.jobs)
     tell_errors(app)
+    add_reference(app)
     app.include_router(_videos(service))
     app.include_router(_comparisons(service))
     app.include_router(_about(service))

@@ -284,6 +284,8 @@ def test_what_is_refused_is_said_in_the_apis_words(service, open_page):
     assert "comparison" not in page.url
     page.goto(f"{service.url}/?comparison=comparison_nobody")
     page.get_by_text("This comparison isn't there").wait_for()
+    page.get_by_role("link", name="API").click()
+    page.get_by_role("heading", name="POST /v1/videos", exact=True).wait_for()  # and nobody else was asked for it
 
 
 @pytest.mark.browser

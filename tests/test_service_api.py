@@ -1,6 +1,7 @@
 """The API without workers: what is accepted and what is refused, with which words; tokens, pages, limits; and arbitrary requests find no 500."""
 
 import dataclasses
+import html
 import itertools
 import json
 import os
@@ -325,6 +326,23 @@ def test_what_is_on_offer(http):
     recipes = http.get("/v1/recipes").json()
     assert {"bf16", "attn_qat_search"} <= {recipe["id"] for recipe in recipes["data"]}
     assert recipes["compare"] == ["bf16", "attn_qat_search"]
+
+
+def test_every_request_and_field_is_in_the_docs_which_ask_nobody(http):
+    answer = http.get("/docs")
+    assert (answer.status_code, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    document = http.get("/openapi.json").json()
+    for path, methods in document["paths"].items():
+        assert all(f"<code>{method.upper()} {path}</code>" in answer.text for method in methods)
+    sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2|</html>)', answer.text, re.DOTALL))
+    assert set(re.findall(r'href="#(\w+)"', answer.text)) <= set(sections)
+    for name, schema in document["components"]["schemas"].items():
+        for field, about in schema.get("properties", {}).items():
+            assert f"<code>{field}</code>" in sections[name]
+            assert about.get("description", "") in html.unescape(sections[name])
+    assert re.search(r"<code>seed</code>.*?integer, at least 0, at most 9007199254740991 or null", sections["CreateVideo"])
+    assert not re.search(r"https?://|<script|src=|@import|url\(", answer.text)
+    assert answer.headers["content-security-policy"].startswith("default-src 'none'")
 
 
 def test_health_readiness_and_metrics(http, service):
