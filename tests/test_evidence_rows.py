@@ -57,6 +57,7 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
     assert told["problems"] == []
     assert told["exit_code"] == 0
     rows = {row["name"]: row for row in told["rows"]}
+    assert rows["NVFP4"]["kernels"] == ["sdpa", "torch"]
     assert set(rows) == {"NVFP4", "BF16", "base", "Attn-QAT"}
     losses = {name: row["clip_losses"] for name, row in rows.items()}
     assert all(len(clips) == 4 for clips in losses.values())
@@ -166,7 +167,7 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
     first, rest = chains(config)
     assert sum(len(chain.rows) for chain in first + rest) == len(config.rows) * len(config.seeds)
     assert {row.training for row in config.rows} - {""} == {training.name for training in config.trainings}
-    # A gap is what attention costs, and not what more steps win, only between weights that were trained as long; the plain row's, of the same weights.
+    # A gap is what attention costs, and not what more steps win, only between weights trained as long; the plain row's, of the same weights.
     steps, rows = {"": 0, **{training.name: training.steps for training in config.trainings}}, {row.name: row for row in config.rows}
     for row in config.rows:
         reference = rows[row.reference or config.reference]
@@ -185,6 +186,7 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
         ({"reference": "nobody"}, "reference='nobody'"),
         ({"seeds": []}, "seeds"),
         ({"rows": [ROWS[0], Row("a/b")]}, "names of letters"),
+        ({"sampling": SamplingConfig(num_frames=5, height=32, width=32)}, "sampling.num_frames=5 is not legal; legal: 17, which the judges"),
     ],
 )
 def test_bad_tables_are_refused_before_anything_is_begun(made: tuple[EvidenceConfig, dict], change: dict, words: str, tmp_path: Path) -> None:

@@ -25,11 +25,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from videoqat.config import EvidenceConfig, MeasureConfig, ObjectiveConfig, Row, Training, require, to_dict
+from videoqat.attention.backends import record_receipts
+from videoqat.config import EvidenceConfig, MeasureConfig, ObjectiveConfig, Row, SamplingConfig, Training, require, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import read_video, write_video
 from videoqat.evaluation import fidelity
-from videoqat.evaluation.judges import CAPTIONS, Judges, accuracies
+from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
 from videoqat.files import writable_folder, write_json
 from videoqat.generation.engine import Engine, check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
@@ -52,8 +53,8 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     Returns:
         `clip_losses` (mean over times of each clip; the same clips, noise and times whatever the model: they are paired), `videos` (prompt,
         seed, `flicker`, `fidelity` to the reference's video or, without a reference, to the same video rendered again: the floor; `judged`:
-        [garment, direction]), `judged` (`judges.accuracies`; null where a caption is none of the set's), `kernels` that served, `config` and
-        `provenance`.
+        [garment, direction]), `judged` (`judges.accuracies`; null where a caption is none of the set's), `kernels` that served (losses and
+        videos), `config` and `provenance`.
 
     Raises:
         UserError: bad input. NonFiniteLoss, NonFiniteVideo: what the model gives is no number.
@@ -65,32 +66,41 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     if prompts:
         check_sampling(config.model, config.sampling)
         check_recipe(config.model, recipe, config.sampling)
+    judged = _judged(prompts, config.sampling)
     out = writable_folder("out", config.out)
     engine = Engine(config.model, config.runtime)
     engine.install(recipe)
-    losses = validation.paired_losses(
-        engine.family,
-        engine.folder,
-        engine.transformers,
-        cache,
-        resolve_objective(ObjectiveConfig(), engine.family.noise_schedule(config.model)),
-        samples=validation.choose_samples(len(cache), config.samples),
-        num_times=config.timesteps,
-    )
-    judges = Judges.load() if prompts and all(prompt in CAPTIONS for prompt in prompts) else None
+    with record_receipts() as receipts:
+        losses = validation.paired_losses(
+            engine.family,
+            engine.folder,
+            engine.transformers,
+            cache,
+            resolve_objective(ObjectiveConfig(), engine.family.noise_schedule(config.model)),
+            samples=validation.choose_samples(len(cache), config.samples),
+            num_times=config.timesteps,
+        )
+    judges = Judges.load() if judged else None
     videos = [_video(config, engine, judges, place, prompt) for place, prompt in enumerate(progress(prompts, desc="videos", unit="video"))]
     asked, found = [CAPTIONS[p] for p in prompts if judges], [(v["judged"][0], v["judged"][1]) for v in videos if judges]
     result = {
         "clip_losses": losses.mean(axis=1).tolist(),
         "videos": videos,
         "judged": accuracies(asked, found) if judges else None,
-        "kernels": sorted({receipt["kernel"] for video in videos for receipt in video.pop("receipts")}),
+        "kernels": sorted({receipt.kernel for receipt in receipts} | {kernel for video in videos for kernel in video.pop("kernels")}),
         "config": to_dict(config),
         "recipe": recipe.to_dict(),
         "provenance": provenance(str(config.runtime.resolve()[0])),
     }
     write_json(out / RESULT, result)
     return {"loss": float(losses.mean()), **result}
+
+
+def _judged(prompts: list[str], sampling: SamplingConfig) -> bool:
+    """Whether there are judges for these videos. Raises ConfigError where all captions are theirs, but videos are of another length."""
+    known = bool(prompts) and all(prompt in CAPTIONS for prompt in prompts)
+    require(not known or sampling.num_frames == NUM_FRAMES, "sampling.num_frames", sampling.num_frames, f"{NUM_FRAMES}, which the judges look at")
+    return known
 
 
 def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, place: int, prompt: str) -> dict[str, Any]:
@@ -112,7 +122,8 @@ def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, place: 
     else:
         render(f"{place:03d}-again.mp4")
         against = frames(config.out, f"{place:03d}-again.mp4")
-    told = {"prompt": prompt, "seed": config.seed + place, "receipts": made.receipts, "flicker": fidelity.flicker(mine)}
+    kernels = [receipt["kernel"] for receipt in made.receipts]
+    told = {"prompt": prompt, "seed": config.seed + place, "kernels": kernels, "flicker": fidelity.flicker(mine)}
     kept = ("psnr_mean", "psnr_min", "ssim_mean", "ssim_min", "identical")
     found = fidelity.fidelity(against, mine)
     return told | {"fidelity": {key: found[key] for key in kept}, "judged": list(judges.judge(mine)) if judges else None}
@@ -240,7 +251,7 @@ def plan(config: EvidenceConfig) -> dict[str, Any]:
     config.validate()
     validation.check_cache(config.held_out, [config.base], "held_out")
     if config.prompts:
-        read_prompts(config.prompts)
+        _judged(read_prompts(config.prompts), config.sampling)
         check_sampling(config.base, config.sampling)
     runner = _Runner(config)
     some = [chain for part in chains(config) for chain in part]

@@ -77,7 +77,7 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _videos(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Means over all videos of all seeds (PSNR: those that differ, as it is infinite for others); accuracies with their intervals, of all together."""
+    """Means over all videos of all seeds (PSNR: of those that differ, where it is finite); accuracies with their intervals, of all together."""
     videos = [video for row in rows for video in row["videos"]]
 
     def mean(values: list[float | None]) -> float | None:
