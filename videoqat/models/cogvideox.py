@@ -14,26 +14,23 @@ where there is one) and zeros in the others. Those of 5B add learned positions t
 constant beside the time. In CogVideoX's own fine-tuning the image gets a little noise before it is encoded, and so it does here (`encode_image`).
 """
 
-import functools
 import hashlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import AttentionError, CheckpointError, ConfigError
-from videoqat.models import loading
+from videoqat.models.family import BaseFamily
+from videoqat.models.processor import Processor, in_low_precision
 from videoqat.models.schedules import TRAIN_TIMESTEPS, VPrediction, timestep
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
 from videoqat.parallel.ulysses import Ulysses, attend_joint
 from videoqat.recipes import AttentionRecipe
-
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
 
 FRAME_MULTIPLE = 8  # the VAE decodes latent frames by pairs; an odd one, the first, alone, to one frame
 IMAGE_NOISE = (-3.0, 0.5)  # of the logarithm of the deviation of a training image's noise: mean and deviation
@@ -41,19 +38,12 @@ IMAGE_CONSTANT = 2.0  # what 1.5 is told beside the time (`ofs`)
 SCHEDULERS = ("CogVideoXDDIMScheduler", "CogVideoXDPMScheduler")
 
 
-class CogVideoXProcessor:
+class CogVideoXProcessor(Processor):
     """Joint attention of one CogVideoX block by a recipe; with the bf16 recipe bitwise diffusers' `CogVideoXAttnProcessor2_0`.
 
     The order of operations and every rounding outside attention follow diffusers 0.42: layer norm of each head, then rotary embedding of the
     video tokens in fp32, where the model has one.
     """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None
 
     def __call__(
         self,
@@ -76,27 +66,14 @@ class CogVideoXProcessor:
             q_BNHD = attn.norm_q(q_BNHD.transpose(1, 2)).transpose(1, 2)
             k_BNHD = attn.norm_k(k_BNHD.transpose(1, 2)).transpose(1, 2)
         (q_text, q), (k_text, k), (v_text, v) = (x.split(lengths, dim=1) for x in (q_BNHD, k_BNHD, v_BNHD))
-        if image_rotary_emb is not None:
-            q, k = (self._rotate(x, image_rotary_emb) for x in (q, k))
-        if torch.is_autocast_enabled(q.device.type):
-            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
-            low = torch.get_autocast_dtype(q.device.type)
-            q, k, v, q_text, k_text, v_text = (x.to(low) for x in (q, k, v, q_text, k_text, v_text))
-        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
+        q, k = (self._rotate(x, image_rotary_emb) for x in (q, k))
+        q, k, v, q_text, k_text, v_text = in_low_precision(q, k, v, q_text, k_text, v_text)
         out_BnHD, out_text_BLHD = attend_joint(
-            q, k, v, q_text, k_text, v_text, self.recipe, text_first=True, kernel=self.kernel, ulysses=self.ulysses, observer=observer
+            q, k, v, q_text, k_text, v_text, self.recipe, text_first=True, kernel=self.kernel, ulysses=self.ulysses, observer=self._observe()
         )
         out = torch.cat([out_text_BLHD, out_BnHD], dim=1).flatten(2, 3)
         text, video = attn.to_out[1](attn.to_out[0](out)).split(lengths, dim=1)
         return video, text
-
-    def _rotate(self, x_BNHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        if tables[0].dtype != torch.float32:  # a blanket cast of a block's inputs would round cosines and sines to bf16, by up to 0.2 %
-            raise AttentionError(f"{self.layer}: rotary tables must be float32, got {tables[0].dtype}")
-        rotated: Tensor = apply_rotary_emb(x_BNHD, tables, sequence_dim=1)  # type: ignore[assignment]
-        return rotated
 
 
 def _project(attn: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,20 +86,14 @@ def _project(attn: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-class CogVideoXFamily:
+class CogVideoXFamily(BaseFamily):
     """`videoqat.models.spec.ModelFamily` for CogVideoX; the methods are documented there."""
 
     name = "cogvideox"
     pipeline_classes = ("CogVideoXPipeline", "CogVideoXImageToVideoPipeline")
     transformer_classes = ("CogVideoXTransformer3DModel",)
     has_dynamic_guidance = True
-    has_true_cfg = False
-
-    def components(self, folder: str | Path) -> tuple[str, ...]:
-        """("transformer",)."""
-        if (read_model_json(folder, "model_index.json").get("transformer") or [None])[0] is None:
-            raise CheckpointError(f"{folder}: model_index.json names no transformer")
-        return ("transformer",)
+    image_pipeline_class = "CogVideoXImageToVideoPipeline"
 
     def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
         """Sizes from transformer and VAE configuration."""
@@ -164,29 +135,6 @@ class CogVideoXFamily:
             raise CheckpointError(f"{folder}: {component} is no text-to-video transformer for this VAE: {numbers} must be equal")
         return geometry
 
-    def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
-        """`CogVideoXTransformer3DModel` on the CPU."""
-        from diffusers import CogVideoXTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.load_transformer(CogVideoXTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
-
-    def build(self, folder: str | Path, component: str) -> nn.Module:
-        """`CogVideoXTransformer3DModel` from its configuration."""
-        from diffusers import CogVideoXTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.build(CogVideoXTransformer3DModel, folder, component)
-
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The pipeline without its transformer: what encodes is then exactly what will generate."""
-        left_out = {"transformer": None} | ({} if text_encoder else {"text_encoder": None})
-        return self._pipeline(folder, device, dtype, **left_out)
-
-    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole pipeline, its transformer loaded strictly."""
-        return self._pipeline(folder, device, dtype, transformer=self.load_transformer(folder, "transformer", dtype=dtype))
-
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from diffusers import CogVideoXImageToVideoPipeline, CogVideoXPipeline
 
@@ -220,11 +168,6 @@ class CogVideoXFamily:
             )
         return wanted or own
 
-    def takes_image(self, folder: str | Path) -> str:
-        """`required` where the folder's pipeline is the one for images."""
-        for_images = read_model_json(folder, "model_index.json").get("_class_name") == "CogVideoXImageToVideoPipeline"
-        return "required" if for_images else "no"
-
     @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
         """`image_latents` (C, 1, H, W): the posterior's mode, scaled as the pipeline scales it, of the image with a training's noise.
@@ -237,10 +180,6 @@ class CogVideoXFamily:
         latents_BCFHW: Tensor = vae.encode(noisy_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * scale
         return [{"image_latents": latents_CFHW} for latents_CFHW in latents_BCFHW]
 
-    def image_pipeline(self, pipeline: Any) -> Any:
-        """The folder's own."""
-        return pipeline
-
     def condition_shapes(
         self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
     ) -> dict[str, tuple[int, ...]]:
@@ -251,14 +190,6 @@ class CogVideoXFamily:
             channels, _, *spatial = geometry.latent_shape(*size)
             shapes["image_latents"] = (channels, 1, *spatial)
         return shapes
-
-    def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
-        """Embeddings."""
-        return {"prompt_embeds": condition["text"], "negative_prompt_embeds": None if negative is None else negative["text"]}
-
-    def given_frames(self, condition: Condition) -> int:
-        """0."""
-        return 0
 
     def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """Nothing to add: texts come padded, and zeros would be something else than an encoded padding token."""
@@ -271,8 +202,7 @@ class CogVideoXFamily:
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
         """mode * scaling_factor, which the pipeline undoes before it decodes; for 1.5 filled up to whole tokens with the first frame."""
-        vae = encoders.vae
-        latents_BCFHW: Tensor = vae.encode(video_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * vae.config.scaling_factor
+        latents_BCFHW = super().encode_video(encoders, video_BCFHW)
         missing = -latents_BCFHW.shape[2] % encoders.frames_per_token
         return torch.cat([latents_BCFHW[:, :, :1]] * missing + [latents_BCFHW], dim=2)
 
@@ -309,26 +239,14 @@ class CogVideoXFamily:
         prediction_BFCHW = transformer(x_BFCHW, text_BLD, timestep(t_B), ofs=ofs, image_rotary_emb=rotary, return_dict=False)[0]
         return prediction_BFCHW.transpose(1, 2)  # type: ignore[no-any-return]
 
-    def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
-        """(0, 1)."""
-        self._require_component(folder, component)
-        return (0.0, 1.0)
-
     def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
         """attn1 of every block."""
-        layers = []
-        for index, block in enumerate(transformer.transformer_blocks):  # type: ignore[arg-type]
-            module = block.attn1
-            layers.append(AttentionLayer(f"transformer_blocks.{index}.attn1", index, "joint", module, module.heads, module.inner_dim // module.heads))
-        return layers
+        blocks: Any = transformer.transformer_blocks
+        return [AttentionLayer.of(f"transformer_blocks.{index}.attn1", index, "joint", block.attn1) for index, block in enumerate(blocks)]
 
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> CogVideoXProcessor:
         """A `CogVideoXProcessor`."""
-        return CogVideoXProcessor(layer.name, recipe, kernel)
-
-    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
-        """The transformer blocks, in order of execution."""
-        return list(transformer.transformer_blocks)  # type: ignore[arg-type]
+        return CogVideoXProcessor(layer, recipe, kernel)
 
     def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
         """Video tokens are divided as soon as they exist, behind the text in patch_embed's output, and gathered after proj_out.
@@ -358,10 +276,6 @@ class CogVideoXFamily:
             model.patch_embed.register_forward_hook(tokens),
             model.proj_out.register_forward_hook(gather),
         ]
-
-    def _require_component(self, folder: str | Path, component: str) -> None:
-        if component not in self.components(folder):
-            raise CheckpointError(f"{folder} has no {component!r}; it has: transformer")
 
 
 def _with_noise(image_CHW: Tensor) -> Tensor:

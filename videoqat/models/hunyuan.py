@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
-from videoqat.models import loading
-from videoqat.models.hunyuan_processor import HunyuanProcessor, RefinerProcessor
+from videoqat.models.family import BaseFamily, flow_matching
+from videoqat.models.hunyuan_processor import HunyuanProcessor, RefinerProcessor, attention_layers, divide_video
 from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
@@ -35,20 +35,14 @@ PIXEL_MULTIPLE = 16  # the pipeline refuses other heights and widths, whatever t
 TRAINING_GUIDANCE = 1.0
 
 
-class HunyuanFamily:
+class HunyuanFamily(BaseFamily):
     """`videoqat.models.spec.ModelFamily` for HunyuanVideo; the methods are documented there."""
 
     name = "hunyuanvideo"
     pipeline_classes = ("HunyuanVideoPipeline",)
     transformer_classes = ("HunyuanVideoTransformer3DModel",)
-    has_dynamic_guidance = False
     has_true_cfg = True
-
-    def components(self, folder: str | Path) -> tuple[str, ...]:
-        """("transformer",)."""
-        if (read_model_json(folder, "model_index.json").get("transformer") or [None])[0] is None:
-            raise CheckpointError(f"{folder}: model_index.json names no transformer")
-        return ("transformer",)
+    text_encoders = ("text_encoder", "text_encoder_2")
 
     def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
         """Sizes from transformer and VAE configuration; dual and single blocks are counted together. Image-to-video transformers are refused."""
@@ -78,29 +72,6 @@ class HunyuanFamily:
             numbers = "in_channels={}, out_channels={}, the VAE's latent_channels={}".format(*channels)
             raise CheckpointError(f"{folder}: {component} is no text-to-video transformer for this VAE: {numbers} must be equal")
         return geometry
-
-    def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
-        """`HunyuanVideoTransformer3DModel` on the CPU."""
-        from diffusers import HunyuanVideoTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.load_transformer(HunyuanVideoTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
-
-    def build(self, folder: str | Path, component: str) -> nn.Module:
-        """`HunyuanVideoTransformer3DModel` from its configuration."""
-        from diffusers import HunyuanVideoTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.build(HunyuanVideoTransformer3DModel, folder, component)
-
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The `HunyuanVideoPipeline` without its transformer: what encodes is then exactly what will generate."""
-        left_out = {"transformer": None} | ({} if text_encoder else {"text_encoder": None, "text_encoder_2": None})
-        return self._pipeline(folder, device, dtype, **left_out)
-
-    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole `HunyuanVideoPipeline`, its transformer loaded strictly."""
-        return self._pipeline(folder, device, dtype, transformer=self.load_transformer(folder, "transformer", dtype=dtype))
 
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from diffusers import HunyuanVideoPipeline
@@ -140,10 +111,6 @@ class HunyuanFamily:
                 )
         return wanted or TEXT_TOKENS
 
-    def takes_image(self, folder: str | Path) -> str:
-        """`no`."""
-        return "no"
-
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
         """Nothing."""
         return [{} for _ in image_BCHW]
@@ -157,13 +124,8 @@ class HunyuanFamily:
 
     def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """`text` with zeros behind it, `text_len` (B,) int64, and `pooled` (B, P)."""
-        texts = [condition["text"] for condition in conditions]
-        lengths = [text.shape[0] for text in texts]
-        if max(lengths) > max_tokens:
-            raise ConfigError(f"a text embedding of {max(lengths)} tokens doesn't fit into max_text_tokens={max_tokens}")
-        text_BLD = torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])
-        pooled_BP = torch.stack([condition["pooled"] for condition in conditions])
-        return {"text": text_BLD, "text_len": torch.tensor(lengths, device=text_BLD.device), "pooled": pooled_BP}
+        batch = super().batch_conditions(conditions, max_tokens)
+        return batch | {"text_len": torch.tensor([len(condition["text"]) for condition in conditions], device=batch["text"].device)}
 
     def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
         """Embeddings, pooled ones, and masks."""
@@ -173,16 +135,6 @@ class HunyuanFamily:
                 arguments |= {f"{prefix}prompt_embeds": given["text"], f"{prefix}prompt_attention_mask": _mask(given)}
                 arguments[f"{prefix}pooled_prompt_embeds"] = given["pooled"]
         return arguments
-
-    def given_frames(self, condition: Condition) -> int:
-        """0."""
-        return 0
-
-    @torch.no_grad()
-    def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
-        """mode * scaling_factor, which the pipeline undoes before it decodes."""
-        vae = encoders.vae
-        return vae.encode(video_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * vae.config.scaling_factor  # type: ignore[no-any-return]
 
     def noise_schedule(self, folder: str | Path) -> FlowMatching:
         """With the flow shift of the folder's scheduler."""
@@ -194,10 +146,7 @@ class HunyuanFamily:
         for key, value in (("num_train_timesteps", TIME_SCALE), ("use_dynamic_shifting", False)):
             if scheduler.get(key, value) != value:
                 raise CheckpointError(f"{folder}: the scheduler's {key}={scheduler[key]!r}; legal for HunyuanVideo: {value!r}")
-        shift = scheduler.get("shift" if is_euler else "flow_shift", 1.0)
-        if not isinstance(shift, int | float) or not shift > 0:
-            raise CheckpointError(f"{folder}: the scheduler's flow shift is {shift!r}, which is no positive number")
-        return FlowMatching(float(shift))
+        return flow_matching(folder, scheduler.get("shift" if is_euler else "flow_shift", 1.0))
 
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """The velocity noise - data, unguided (`TRAINING_GUIDANCE`), in the dtype of the transformer's arithmetic."""
@@ -206,60 +155,21 @@ class HunyuanFamily:
         text, pooled, mask = condition["text"].to(dtype), condition["pooled"].to(dtype), _mask(condition)
         return transformer(x_BCFHW.to(dtype), t_B.float() * TIME_SCALE, text, mask, pooled, guidance_B, return_dict=False)[0]
 
-    def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
-        """(0, 1)."""
-        self._require_component(folder, component)
-        return (0.0, 1.0)
-
     def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
         """The refiner's, then those of dual and single blocks. Blocks are numbered through; the refiner, before block 0, has negative numbers."""
-        model: Any = transformer
-        refiner = model.context_embedder.token_refiner.refiner_blocks
-        parts = (
-            ("context_embedder.token_refiner.refiner_blocks", refiner, "refiner", -len(refiner)),
-            ("transformer_blocks", model.transformer_blocks, "joint", 0),
-            ("single_transformer_blocks", model.single_transformer_blocks, "joint", len(model.transformer_blocks)),
-        )
-        return [
-            AttentionLayer(f"{path}.{i}.attn", first + i, kind, block.attn, block.attn.heads, block.attn.inner_dim // block.attn.heads)
-            for path, blocks, kind, first in parts
-            for i, block in enumerate(blocks)
-        ]
+        return attention_layers(transformer, "transformer_blocks", "single_transformer_blocks")
 
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> HunyuanProcessor | RefinerProcessor:
         """A `HunyuanProcessor`, or in the refiner a `RefinerProcessor`."""
-        return (RefinerProcessor if layer.kind == "refiner" else HunyuanProcessor)(layer.name, recipe, kernel)
+        return (RefinerProcessor if layer.kind == "refiner" else HunyuanProcessor)(layer, recipe, kernel)
 
     def blocks(self, transformer: nn.Module) -> list[nn.Module]:
         """Dual blocks, then single ones."""
         return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]  # type: ignore[misc]
 
     def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
-        """Video tokens and their rotary tables, which come first, are divided as soon as they exist, and tokens gathered after proj_out.
-
-        Text, its refiner and the time embedding stay whole on every rank.
-        """
-
-        def rotary_tables(module: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-            ulysses.num_tokens = tables[0].shape[0]
-            return tuple(ulysses.shard(table_ND, 0) for table_ND in tables)
-
-        def tokens(module: nn.Module, args: tuple[Any, ...], embedded_BND: Tensor) -> Tensor:
-            return ulysses.shard(embedded_BND, 1)
-
-        def gather(module: nn.Module, args: tuple[Any, ...], out_BnC: Tensor) -> Tensor:
-            return ulysses.gather(out_BnC, 1)
-
-        model: Any = transformer
-        return [
-            model.rope.register_forward_hook(rotary_tables),
-            model.x_embedder.register_forward_hook(tokens),
-            model.proj_out.register_forward_hook(gather),
-        ]
-
-    def _require_component(self, folder: str | Path, component: str) -> None:
-        if component not in self.components(folder):
-            raise CheckpointError(f"{folder} has no {component!r}; it has: transformer")
+        """`divide_video`."""
+        return divide_video(transformer, ulysses)
 
 
 def _template() -> dict[str, Any]:

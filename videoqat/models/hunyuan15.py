@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
-from videoqat.models import loading
+from videoqat.models.family import BaseFamily, flow_matching, padded, pictures
 from videoqat.models.hunyuan15_transformer import HunyuanVideo15Processor, sort_on_the_device
-from videoqat.models.hunyuan_processor import RefinerProcessor
+from videoqat.models.hunyuan_processor import RefinerProcessor, attention_layers, divide_video
 from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.parallel.sharding import compute_dtype
@@ -34,20 +33,14 @@ TEMPLATE_TOKENS = 108  # that the pipeline crops away, whatever the tokenizer ma
 IMAGE_PIPELINE = "HunyuanVideo15ImageToVideoPipeline"
 
 
-class HunyuanVideo15Family:
+class HunyuanVideo15Family(BaseFamily):
     """`videoqat.models.spec.ModelFamily` for HunyuanVideo 1.5; the methods are documented there."""
 
     name = "hunyuan15"
     pipeline_classes = ("HunyuanVideo15Pipeline", IMAGE_PIPELINE)
     transformer_classes = ("HunyuanVideo15Transformer3DModel",)
-    has_dynamic_guidance = False
-    has_true_cfg = False
-
-    def components(self, folder: str | Path) -> tuple[str, ...]:
-        """("transformer",)."""
-        if (read_model_json(folder, "model_index.json").get("transformer") or [None])[0] is None:
-            raise CheckpointError(f"{folder}: model_index.json names no transformer")
-        return ("transformer",)
+    text_encoders = ("text_encoder", "text_encoder_2")
+    image_pipeline_class = IMAGE_PIPELINE
 
     def geometry(self, folder: str | Path, component: str = "transformer") -> Geometry:
         """Sizes from transformer and VAE configuration; MeanFlow models (step-distilled, super-resolution) are refused."""
@@ -79,27 +72,11 @@ class HunyuanVideo15Family:
 
     def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
         """`HunyuanVideo15Transformer3DModel` on the CPU, with the forward of `hunyuan15_transformer`."""
-        from diffusers import HunyuanVideo15Transformer3DModel
-
-        self._require_component(folder, component)
-        loaded = loading.load_transformer(HunyuanVideo15Transformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
-        return sort_on_the_device(loaded)
+        return sort_on_the_device(super().load_transformer(folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed))
 
     def build(self, folder: str | Path, component: str) -> nn.Module:
         """`HunyuanVideo15Transformer3DModel` from its configuration, with the forward of `hunyuan15_transformer`."""
-        from diffusers import HunyuanVideo15Transformer3DModel
-
-        self._require_component(folder, component)
-        return sort_on_the_device(loading.build(HunyuanVideo15Transformer3DModel, folder, component))
-
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The pipeline without its transformer: what encodes is then exactly what will generate. It keeps its image encoder in any case."""
-        left_out = {"transformer": None} | ({} if text_encoder else {"text_encoder": None, "text_encoder_2": None})
-        return self._pipeline(folder, device, dtype, **left_out)
-
-    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole pipeline, its transformer loaded strictly."""
-        return self._pipeline(folder, device, dtype, transformer=self.load_transformer(folder, "transformer", dtype=dtype))
+        return sort_on_the_device(super().build(folder, component))
 
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from videoqat.models.hunyuan15_pipeline import ImageToVideo, TextToVideo
@@ -143,25 +120,14 @@ class HunyuanVideo15Family:
             raise ConfigError(f"{what}; legal: up to {most}, or 0 for {own}")
         return wanted or own
 
-    def takes_image(self, folder: str | Path) -> str:
-        """`required` where the folder's pipeline is the one for images."""
-        return "required" if read_model_json(folder, "model_index.json").get("_class_name") == IMAGE_PIPELINE else "no"
-
     @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
         """`image_latents` (C, 1, H, W), the posterior's mode, scaled; `image_embedding` (L, D), SigLIP's last hidden states."""
-        # From pixels of 8 bits, as the pipeline does: whoever generates gives it a picture.
-        pixels_BHWC = ((image_BCHW.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
-        images = [Image.fromarray(pixels_HWC) for pixels_HWC in pixels_BHWC]
         conditions = [{"image_latents": latents_CFHW} for latents_CFHW in self.encode_video(encoders, image_BCHW.unsqueeze(2))]
-        for condition, image in zip(conditions, images, strict=True):
+        for condition, image in zip(conditions, pictures(image_BCHW), strict=True):
             encoder = encoders.image_encoder
             condition["image_embedding"] = encoders.encode_image(image, batch_size=1, device=encoder.device, dtype=encoder.dtype)[0]
         return conditions
-
-    def image_pipeline(self, pipeline: Any) -> Any:
-        """The folder's own."""
-        return pipeline
 
     def condition_shapes(
         self, folder: str | Path, size: tuple[int, int, int], text_tokens: int, *, image: bool = False
@@ -181,15 +147,11 @@ class HunyuanVideo15Family:
 
     def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
         """Zeros behind each text and glyph, `text_len` and `glyph_len` (B,) int64; glyphs are padded to the longest, to one token at least."""
-        longest = max(condition["text"].shape[0] for condition in conditions)
-        if longest > max_tokens:
-            raise ConfigError(f"a text embedding of {longest} tokens doesn't fit into max_text_tokens={max_tokens}")
-        sizes = {"text": max_tokens, "glyph": max(1, *(condition["glyph"].shape[0] for condition in conditions))}
-        batch = {part: torch.stack([condition[part] for condition in conditions]) for part in conditions[0] if part not in sizes}
-        for part, size in sizes.items():
-            tensors = [condition[part] for condition in conditions]
-            batch[part] = torch.stack([nn.functional.pad(x, (0, 0, 0, size - x.shape[0])) for x in tensors])
-            batch[f"{part}_len"] = torch.tensor([x.shape[0] for x in tensors], device=tensors[0].device)
+        texts, glyphs = ([condition[part] for condition in conditions] for part in ("text", "glyph"))
+        batch = super().batch_conditions([{part: condition[part] for part in condition if part != "glyph"} for condition in conditions], max_tokens)
+        batch["glyph"] = padded(glyphs, max(1, *(len(glyph_GD) for glyph_GD in glyphs)))
+        for part, tensors in (("text", texts), ("glyph", glyphs)):
+            batch[f"{part}_len"] = torch.tensor([len(x) for x in tensors], device=tensors[0].device)
         return batch
 
     def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
@@ -202,16 +164,6 @@ class HunyuanVideo15Family:
                     arguments[f"{prefix}prompt_embeds_mask{suffix}"] = _mask(given, part)
         return arguments
 
-    def given_frames(self, condition: Condition) -> int:
-        """0: the first frame is denoised like the others."""
-        return 0
-
-    @torch.no_grad()
-    def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
-        """mode * scaling_factor, which the pipeline undoes before it decodes."""
-        vae = encoders.vae
-        return vae.encode(video_BCFHW.to(vae.device, vae.dtype)).latent_dist.mode().float() * vae.config.scaling_factor  # type: ignore[no-any-return]
-
     def noise_schedule(self, folder: str | Path) -> FlowMatching:
         """With the shift of the folder's scheduler: the pipeline gives it times from 1 to 0, evenly spaced, to be shifted."""
         scheduler = read_model_json(folder, "scheduler/scheduler_config.json")
@@ -219,10 +171,7 @@ class HunyuanVideo15Family:
         for key, value in wanted.items():
             if scheduler.get(key, value) != value:
                 raise CheckpointError(f"{folder}: the scheduler's {key}={scheduler[key]!r}; legal for HunyuanVideo 1.5: {value!r}")
-        shift = scheduler.get("shift", 1.0)
-        if not isinstance(shift, int | float) or not shift > 0:
-            raise CheckpointError(f"{folder}: the scheduler's flow shift is {shift!r}, which is no positive number")
-        return FlowMatching(float(shift))
+        return flow_matching(folder, scheduler.get("shift", 1.0))
 
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """The velocity noise - data, in the dtype of the transformer's arithmetic."""
@@ -244,57 +193,17 @@ class HunyuanVideo15Family:
         )[0]
         return prediction
 
-    def flow_time_range(self, folder: str | Path, component: str) -> tuple[float, float]:
-        """(0, 1)."""
-        self._require_component(folder, component)
-        return (0.0, 1.0)
-
     def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
         """The refiner's, in which the prompt attends to itself, then those of the blocks; the refiner, before block 0, has negative numbers."""
-        model: Any = transformer
-        refiner = model.context_embedder.token_refiner.refiner_blocks
-        parts = (
-            ("context_embedder.token_refiner.refiner_blocks", refiner, "refiner", -len(refiner)),
-            ("transformer_blocks", model.transformer_blocks, "joint", 0),
-        )
-        return [
-            AttentionLayer(f"{path}.{i}.attn", first + i, kind, block.attn, block.attn.heads, block.attn.inner_dim // block.attn.heads)
-            for path, blocks, kind, first in parts
-            for i, block in enumerate(blocks)
-        ]
+        return attention_layers(transformer, "transformer_blocks")
 
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> HunyuanVideo15Processor | RefinerProcessor:
         """A `HunyuanVideo15Processor`, or in the refiner HunyuanVideo's `RefinerProcessor`."""
-        return (RefinerProcessor if layer.kind == "refiner" else HunyuanVideo15Processor)(layer.name, recipe, kernel)
-
-    def blocks(self, transformer: nn.Module) -> list[nn.Module]:
-        """The transformer blocks, in order of execution."""
-        return list(transformer.transformer_blocks)  # type: ignore[arg-type]
+        return (RefinerProcessor if layer.kind == "refiner" else HunyuanVideo15Processor)(layer, recipe, kernel)
 
     def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
-        """Video tokens and their rotary tables, which come first and tell how many there will be, are divided as soon as they exist, and gathered
-        after proj_out. Text, glyphs, image and time stay whole."""
-
-        def rotary_tables(module: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-            ulysses.num_tokens = tables[0].shape[0]
-            return tuple(ulysses.shard(table_ND, 0) for table_ND in tables)
-
-        def tokens(module: nn.Module, args: tuple[Any, ...], video_BND: Tensor) -> Tensor:
-            return ulysses.shard(video_BND, 1)
-
-        def gather(module: nn.Module, args: tuple[Any, ...], out_BnC: Tensor) -> Tensor:
-            return ulysses.gather(out_BnC, 1)
-
-        model: Any = transformer
-        return [
-            model.rope.register_forward_hook(rotary_tables),
-            model.x_embedder.register_forward_hook(tokens),
-            model.proj_out.register_forward_hook(gather),
-        ]
-
-    def _require_component(self, folder: str | Path, component: str) -> None:
-        if component not in self.components(folder):
-            raise CheckpointError(f"{folder} has no {component!r}; it has: transformer")
+        """`divide_video`."""
+        return divide_video(transformer, ulysses)
 
 
 def _mask(condition: Condition, part: str) -> Tensor:

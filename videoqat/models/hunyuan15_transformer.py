@@ -7,34 +7,24 @@ processor makes of the mask (B, L) a dense one (B, 1, N, N) in every block: 2.6 
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from videoqat.errors import AttentionError
-from videoqat.models.hunyuan_processor import in_low_precision, silenced
-from videoqat.parallel.ulysses import Ulysses, attend_joint
-from videoqat.recipes import AttentionRecipe
-
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
+from videoqat.models.hunyuan_processor import silenced
+from videoqat.models.processor import Processor, in_low_precision
+from videoqat.parallel.ulysses import attend_joint
 
 
-class HunyuanVideo15Processor:
+class HunyuanVideo15Processor(Processor):
     """Joint attention of one block by a recipe.
 
     With the bf16 recipe, all that can reach the model's output is bitwise what diffusers' `HunyuanVideo15AttnProcessor2_0` computes. Rows of
     padded text can't: no key of theirs is ever seen, and the last block's text is dropped. In diffusers such rows see nothing and come out as
     zeros; here they see all real keys, like any other row.
     """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None
 
     def __call__(
         self,
@@ -62,7 +52,6 @@ class HunyuanVideo15Processor:
         length_B = self._text_lengths(attention_mask, q_text.shape[1])
         q, k, v, q_text, k_text, v_text = in_low_precision(q, k, v, silenced(q_text, length_B, self.recipe), k_text, v_text)
         num_video = q.shape[1] if self.ulysses is None else self.ulysses.num_tokens
-        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
         out_BnHD, out_text_BLHD = attend_joint(
             q,
             k,
@@ -75,7 +64,7 @@ class HunyuanVideo15Processor:
             kernel=self.kernel,
             ulysses=self.ulysses,
             kv_len=num_video + length_B,
-            observer=observer,
+            observer=self._observe(),
         )
         video, text = (out.flatten(2, 3).to(dtype) for out in (out_BnHD, out_text_BLHD))
         return attn.to_out[1](attn.to_out[0](video)), attn.to_add_out(text)
@@ -90,14 +79,6 @@ class HunyuanVideo15Processor:
         if not torch.compiler.is_compiling() and bool((real_BL[:, 1:] > real_BL[:, :-1]).any()):
             raise AttentionError(f"{self.layer}: a text mask must have its padding at the tail: real tokens first, then none")
         return real_BL.sum(1)
-
-    def _rotate(self, x_BNHD: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
-
-        if tables[0].dtype != torch.float32:  # a blanket cast of a block's inputs would round cosines and sines to bf16, by up to 0.2 %
-            raise AttentionError(f"{self.layer}: rotary tables must be float32, got {tables[0].dtype}")
-        rotated: Tensor = apply_rotary_emb(x_BNHD, tables, sequence_dim=1)  # type: ignore[assignment]
-        return rotated
 
 
 def sort_on_the_device(transformer: nn.Module) -> nn.Module:

@@ -1,37 +1,30 @@
-"""Attention of HunyuanVideo by a recipe: in its blocks, of video and text together, and in its token refiner, of the text.
+"""Attention of HunyuanVideo by a recipe: in its blocks, of video and text together, and in its token refiner, of the text. Where these sit, and how
+video tokens are divided among ranks, is the same in HunyuanVideo 1.5, which has blocks of its own.
 
 Text is padded behind its tokens, and padding is masked. That comes to a number of keys for each sample, and to no mask over pairs of tokens: padding
 tokens are queries whose results nobody reads, and never keys.
 """
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import AttentionError
+from videoqat.models.processor import Processor, in_low_precision
+from videoqat.models.spec import AttentionLayer
 from videoqat.parallel.ulysses import Ulysses, attend, attend_joint
 from videoqat.recipes import AttentionRecipe
 
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
 
-
-class HunyuanProcessor:
+class HunyuanProcessor(Processor):
     """Joint attention of one dual or single block by a recipe; with the bf16 recipe bitwise diffusers' `HunyuanVideoAttnProcessor2_0`.
 
     The order of operations and every rounding outside attention follow diffusers 0.42: RMS norm of each head, then rotary embedding of the video
     tokens in fp32. Single blocks project video and text together.
     """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None
 
     def __call__(
         self,
@@ -76,7 +69,7 @@ class HunyuanProcessor:
             kernel=self.kernel,
             ulysses=self.ulysses,
             kv_len=None if text_len is None else text_len + num_video,
-            observer=None if self.observer is None else functools.partial(self.observer, self.layer),
+            observer=self._observe(),
         )
         video, text = (x.flatten(2, 3).to(dtype) for x in (out_BnHD, out_text_BLHD))
         if attn.to_out is not None:
@@ -90,30 +83,14 @@ class HunyuanProcessor:
             raise AttentionError(f"{self.layer}: the mask is {tuple(mask.shape)} of {mask.dtype}; legal: {legal}")
         return mask[:, 0, 0, num_video:].sum(dim=1)
 
-    def _rotate(self, x_BNHD: Tensor, tables: tuple[Tensor, Tensor] | None) -> Tensor:
-        from diffusers.models.embeddings import apply_rotary_emb
 
-        if tables is None:
-            return x_BNHD
-        if tables[0].dtype != torch.float32:  # a blanket cast of a block's inputs would round cosines and sines to bf16, by up to 0.2 %
-            raise AttentionError(f"{self.layer}: rotary tables must be float32, got {tables[0].dtype}")
-        rotated: Tensor = apply_rotary_emb(x_BNHD, tables, sequence_dim=1)  # type: ignore[assignment]
-        return rotated
-
-
-class RefinerProcessor:
+class RefinerProcessor(Processor):
     """Self-attention of the text by a recipe, in one block of the token refiner, where the text's mask comes in.
 
     With the bf16 recipe the rows of real tokens are bitwise those of diffusers' `AttnProcessor2_0`. A padding token attends to all real tokens
-    here, and to the first one there; both are the same to the rest of the model, in which padding tokens are queries and never keys.
+    here, and to the first one there; both are the same to the rest of the model, in which padding tokens are queries and never keys. Text is whole
+    on every rank: with `ulysses`, too, there is nothing to exchange.
     """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None  # text is whole on every rank: nothing to exchange
 
     def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None, attention_mask: Tensor | None = None) -> Tensor:
         """(B, L, dim) from hidden states of the same shape. The mask (B, 1, L, L) is the refiner's: True where query and key are both real, and
@@ -122,10 +99,9 @@ class RefinerProcessor:
             raise AttentionError(f"{self.layer}: the refiner's attention is self-attention")
         q, k, v = _heads(attn, hidden_states, attn.to_q, attn.to_k, attn.to_v)
         kv_len = None if attention_mask is None else self._lengths(attention_mask)
-        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
         dtype = q.dtype
         q, k, v = in_low_precision(silenced(q, kv_len, self.recipe), k, v)
-        out = attend(q, k, v, self.recipe, kernel=self.kernel, ulysses=None, kv_len=kv_len, observer=observer)
+        out = attend(q, k, v, self.recipe, kernel=self.kernel, ulysses=None, kv_len=kv_len, observer=self._observe())
         return attn.to_out[1](attn.to_out[0](out.flatten(2, 3).to(dtype)))  # type: ignore[no-any-return]
 
     def _lengths(self, mask_B1LL: Tensor) -> Tensor:
@@ -164,8 +140,36 @@ def silenced(q_BLHD: Tensor, len_B: Tensor | None, recipe: AttentionRecipe) -> T
     return q_BLHD.masked_fill(padding_BL[:, :, None, None], 0.0)
 
 
-def in_low_precision(*xs: Tensor) -> list[Tensor]:
-    """Under autocast in its dtype. Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the
-    same numbers."""
-    device = xs[0].device.type
-    return [x.to(torch.get_autocast_dtype(device)) for x in xs] if torch.is_autocast_enabled(device) else list(xs)
+def attention_layers(transformer: nn.Module, *paths: str) -> list[AttentionLayer]:
+    """The refiner's, then those of the blocks at `paths`. Blocks are numbered through; the refiner, before block 0, has negative numbers."""
+    model: Any = transformer
+    refiner = "context_embedder.token_refiner.refiner_blocks"
+    attentions = [
+        (f"{path}.{i}.attn", "refiner" if path == refiner else "joint", block.attn)
+        for path in (refiner, *paths)
+        for i, block in enumerate(model.get_submodule(path))
+    ]
+    first = -sum(kind == "refiner" for _, kind, _ in attentions)
+    return [AttentionLayer.of(name, index, kind, module) for index, (name, kind, module) in enumerate(attentions, first)]
+
+
+def divide_video(transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
+    """`ModelFamily.shard_sequence`: video tokens and their rotary tables, which come first and tell how many tokens there will be, are divided as
+    soon as they exist, and tokens gathered after proj_out. All else (text and its refiner, an image's tokens, time) stays whole on every rank."""
+
+    def rotary_tables(module: nn.Module, args: tuple[Any, ...], tables: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        ulysses.num_tokens = tables[0].shape[0]
+        return tuple(ulysses.shard(table_ND, 0) for table_ND in tables)
+
+    def tokens(module: nn.Module, args: tuple[Any, ...], video_BND: Tensor) -> Tensor:
+        return ulysses.shard(video_BND, 1)
+
+    def gather(module: nn.Module, args: tuple[Any, ...], out_BnC: Tensor) -> Tensor:
+        return ulysses.gather(out_BnC, 1)
+
+    model: Any = transformer
+    return [
+        model.rope.register_forward_hook(rotary_tables),
+        model.x_embedder.register_forward_hook(tokens),
+        model.proj_out.register_forward_hook(gather),
+    ]

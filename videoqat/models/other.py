@@ -11,7 +11,7 @@ import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,33 +20,20 @@ from torch.utils.hooks import RemovableHandle
 
 from videoqat.attention.functional import attention
 from videoqat.errors import AttentionError, CheckpointError
+from videoqat.models.processor import Processor, in_low_precision
 from videoqat.models.spec import AttentionLayer
 from videoqat.models.wan_processor import WanProcessor
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe
 
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
 
-
-class _Processor:
-    """What the processors here share: the layer's name and kind, its recipe, and attention itself."""
-
-    def __init__(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer.name
-        self.kind = layer.kind
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None  # of families; `OtherTransformers.shard_sequence` refuses to divide a sequence
+class _OtherProcessor(Processor):
+    """What the processors here share: attention itself. `ulysses` stays None: `OtherTransformers.shard_sequence` refuses to divide a sequence."""
 
     def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
         """(B, N, H, D) in q's dtype."""
         dtype = q_BNHD.dtype
-        if torch.is_autocast_enabled(q_BNHD.device.type):
-            # Norms may leave q and k in float32 there; SDPA would cast all three, and what is quantised must be the same numbers.
-            low = torch.get_autocast_dtype(q_BNHD.device.type)
-            q_BNHD, k_BNHD, v_BNHD = (x.to(low) for x in (q_BNHD, k_BNHD, v_BNHD))
+        q_BNHD, k_BNHD, v_BNHD = in_low_precision(q_BNHD, k_BNHD, v_BNHD)
         if self.observer is not None:
             self.observer(self.layer, q_BNHD, k_BNHD, v_BNHD)
         return attention(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel).to(dtype)
@@ -56,7 +43,7 @@ class _Processor:
             raise AttentionError(f"{self.layer}: {type(self).__name__} takes no attention mask; got one of shape {tuple(mask.shape)}")
 
 
-class FluxProcessor(_Processor):
+class FluxProcessor(_OtherProcessor):
     """Joint attention of Flux, text first; in its single blocks text and image come as one sequence. For `FluxAttnProcessor`."""
 
     def __call__(
@@ -88,7 +75,7 @@ class FluxProcessor(_Processor):
         return attn.to_out[1](attn.to_out[0](image.contiguous())), attn.to_add_out(text.contiguous())
 
 
-class MochiProcessor(_Processor):
+class MochiProcessor(_OtherProcessor):
     """Joint attention of Mochi, video first, over each sample's own text tokens. For `MochiAttnProcessor2_0`.
 
     As there, a sample attends by itself, without the tokens that the mask leaves out: they are in no block of P, V or smoothed Q, any mask is as good
@@ -123,7 +110,7 @@ class MochiProcessor(_Processor):
         return video, attn.to_add_out(text) if hasattr(attn, "to_add_out") else text
 
 
-class LTXVideoProcessor(_Processor):
+class LTXVideoProcessor(_OtherProcessor):
     """Self- or cross-attention of LTX-Video. For `LTXVideoAttnProcessor`.
 
     Its cross-attention masks the text's padding, by -10000 on the logits: that is computed as it stands, in 16 bits, and can't be quantised.
@@ -165,7 +152,7 @@ class LTXVideoProcessor(_Processor):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=bias_BHNL).transpose(1, 2).to(q_BNHD.dtype)
 
 
-class SD3Processor(_Processor):
+class SD3Processor(_OtherProcessor):
     """Joint attention of Stable Diffusion 3 and 3.5, image first, and self-attention in blocks of 3.5 that have both. For `JointAttnProcessor2_0`."""
 
     def __call__(
@@ -212,16 +199,10 @@ class _Known:
     Attributes:
         kind: of a module's attention (`AttentionLayer.kind`), from its path and itself.
         ours: the class that computes the same by a recipe.
-        make: an object of it.
     """
 
     kind: Callable[[str, Any], str]
-    ours: type
-    make: Callable[[AttentionLayer, AttentionRecipe, str], Any]
-
-
-def _own(ours: type[_Processor], kind: Callable[[str, Any], str]) -> _Known:
-    return _Known(kind, ours, ours)
+    ours: type[Processor]
 
 
 def _joint(path: str, module: Any) -> str:
@@ -244,13 +225,11 @@ def _cross_where_second(path: str, module: Any) -> str:
 
 # Where a class is defined is part of what is known: somebody else's of the same name may compute something else.
 KNOWN: dict[str, _Known] = {
-    "diffusers.models.attention_processor.JointAttnProcessor2_0": _own(SD3Processor, _joint_where_text_is_projected),
-    "diffusers.models.attention_processor.MochiAttnProcessor2_0": _own(MochiProcessor, _joint),
-    "diffusers.models.transformers.transformer_flux.FluxAttnProcessor": _own(FluxProcessor, _joint),
-    "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor": _own(LTXVideoProcessor, _cross_where_second),
-    "diffusers.models.transformers.transformer_wan.WanAttnProcessor": _Known(
-        _cross_where_second, WanProcessor, lambda layer, recipe, kernel: WanProcessor(layer.name, recipe, kernel)
-    ),
+    "diffusers.models.attention_processor.JointAttnProcessor2_0": _Known(_joint_where_text_is_projected, SD3Processor),
+    "diffusers.models.attention_processor.MochiAttnProcessor2_0": _Known(_joint, MochiProcessor),
+    "diffusers.models.transformers.transformer_flux.FluxAttnProcessor": _Known(_joint, FluxProcessor),
+    "diffusers.models.transformers.transformer_ltx.LTXVideoAttnProcessor": _Known(_cross_where_second, LTXVideoProcessor),
+    "diffusers.models.transformers.transformer_wan.WanAttnProcessor": _Known(_cross_where_second, WanProcessor),
 }
 
 
@@ -283,8 +262,7 @@ class OtherTransformers:
                 raise CheckpointError(f"{what}; known: {_known_names()}{fused}")
             block = re.match(r"(.*?\.)?\d+(?=\.|$)", path)
             index = blocks.setdefault(block[0] if block else path, len(blocks))
-            attn: Any = module
-            layers.append(AttentionLayer(path, index, known.kind(path, module), module, attn.heads, attn.inner_dim // attn.heads))
+            layers.append(AttentionLayer.of(path, index, known.kind(path, module), module))
         if not layers:
             raise CheckpointError(f"{type(transformer).__name__} is of no known family and has no attention processors; known: {_known_names()}")
         return layers
@@ -293,7 +271,7 @@ class OtherTransformers:
         """One of ours in the place of the layer's stock processor."""
         known = _known(layer.module.processor)
         assert known is not None
-        return known.make(layer, recipe, kernel)
+        return known.ours(layer, recipe, kernel)
 
     def shard_sequence(self, transformer: nn.Module, ulysses: Ulysses) -> list[RemovableHandle]:
         """Refused: how the tokens of an unknown transformer are made and put together again isn't known."""

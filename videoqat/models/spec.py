@@ -1,8 +1,8 @@
 """What the rest of videoqat needs to know about a model family, and nothing more.
 
-A family is one file beside this one that ends in `FAMILY = SomeFamily()`, and one line in `FAMILIES`. Everything that depends on how a model
-was built (latent layout, text padding, time scale, where its attention sits) stays behind `ModelFamily`; training, data and generation only
-see tensors: latents_BCFHW, flow time t in [0, 1], and a `Condition`.
+A family is one file beside this one that ends in `FAMILY = SomeFamily()`, and one line in `FAMILIES`; what most families answer alike it has from
+`family.BaseFamily`. Everything that depends on how a model was built (latent layout, text padding, time scale, where its attention sits) stays
+behind `ModelFamily`; training, data and generation only see tensors: latents_BCFHW, flow time t in [0, 1], and a `Condition`.
 """
 
 import importlib
@@ -53,6 +53,11 @@ class AttentionLayer:
     module: nn.Module
     num_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, name: str, index: int, kind: str, module: Any) -> "AttentionLayer":
+        """With the sizes of diffusers' attention `module`."""
+        return cls(name, index, kind, module, module.heads, module.inner_dim // module.heads)
 
 
 @dataclass(frozen=True)

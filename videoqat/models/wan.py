@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from videoqat.errors import CheckpointError, ConfigError
-from videoqat.models import loading
+from videoqat.models.family import BaseFamily, flow_matching, pictures
 from videoqat.models.schedules import FlowMatching
 from videoqat.models.spec import AttentionLayer, Condition, Geometry, read_model_json
 from videoqat.models.wan_processor import IMAGE_MODEL_TEXT_TOKENS, WanProcessor
@@ -29,19 +28,18 @@ from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import AttentionRecipe
 
 TIME_SCALE = 1000  # the transformer's timestep at flow time 1
-TEXT_TOKENS = 512
+TEXT_TOKENS = 512  # zeros behind a prompt included: cross-attention has no mask, so their number is part of the model's input
 TIMED_PATCH = (1, 2, 2)  # latents of a token, where diffusers' pipelines give tokens times of their own
 PIXEL_MULTIPLE = 16  # WanPipeline refuses other heights and widths, whatever the VAE
 
 
-class WanFamily:
+class WanFamily(BaseFamily):
     """`videoqat.models.spec.ModelFamily` for Wan; the methods are documented there."""
 
     name = "wan"
     pipeline_classes = ("WanPipeline", "WanImageToVideoPipeline")
     transformer_classes = ("WanTransformer3DModel",)
-    has_dynamic_guidance = False
-    has_true_cfg = False
+    image_pipeline_class = "WanImageToVideoPipeline"
 
     def components(self, folder: str | Path) -> tuple[str, ...]:
         """("transformer",), or ("transformer", "transformer_2") where a boundary_ratio splits the times between them."""
@@ -100,31 +98,6 @@ class WanFamily:
         if made != width:
             raise CheckpointError(f"{folder}: {component} takes an embedding of an image of width {width}, and its image_encoder makes one of {made}")
 
-    def load_transformer(self, folder: str | Path, component: str, *, dtype: torch.dtype, from_scratch: bool = False, seed: int = 0) -> nn.Module:
-        """`WanTransformer3DModel` on the CPU; diffusers keeps time embedding, norms and modulation in float32 whatever `dtype`."""
-        from diffusers import WanTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.load_transformer(WanTransformer3DModel, folder, component, dtype=dtype, from_scratch=from_scratch, seed=seed)
-
-    def build(self, folder: str | Path, component: str) -> nn.Module:
-        """`WanTransformer3DModel` from its configuration."""
-        from diffusers import WanTransformer3DModel
-
-        self._require_component(folder, component)
-        return loading.build(WanTransformer3DModel, folder, component)
-
-    def load_encoders(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype, text_encoder: bool = True) -> Any:
-        """The pipeline without its transformers: what encodes is then exactly what will generate. It keeps its image encoder in any case."""
-        left_out = {"transformer": None, "transformer_2": None} | ({} if text_encoder else {"text_encoder": None})
-        return self._pipeline(folder, device, dtype, **left_out)
-
-    def load_pipeline(self, folder: str | Path, *, device: str | torch.device, dtype: torch.dtype) -> Any:
-        """The whole pipeline, its transformers loaded strictly."""
-        components = self.components(folder)
-        transformers = {name: self.load_transformer(folder, name, dtype=dtype) for name in components}
-        return self._pipeline(folder, device, dtype, **transformers)
-
     def _pipeline(self, folder: str | Path, device: str | torch.device, dtype: torch.dtype, **parts: nn.Module | None) -> Any:
         from diffusers import WanImageToVideoPipeline, WanPipeline
 
@@ -166,10 +139,7 @@ class WanFamily:
 
     def takes_image(self, folder: str | Path) -> str:
         """`optional` for expand_timesteps; else `required` where the folder's pipeline is the one for images."""
-        index = read_model_json(folder, "model_index.json")
-        if index.get("expand_timesteps"):
-            return "optional"
-        return "required" if index.get("_class_name") == "WanImageToVideoPipeline" else "no"
+        return "optional" if read_model_json(folder, "model_index.json").get("expand_timesteps") else super().takes_image(folder)
 
     @torch.no_grad()
     def encode_image(self, encoders: Any, image_BCHW: Tensor, num_frames: int) -> list[Condition]:
@@ -180,9 +150,7 @@ class WanFamily:
         grey_BCFHW = video_BCFHW.new_zeros(()).expand(*video_BCFHW.shape[:2], num_frames - 1, *video_BCFHW.shape[3:])
         conditions = [{"image_latents": latents} for latents in self.encode_video(encoders, torch.cat([video_BCFHW, grey_BCFHW], dim=2))]
         if encoders.image_encoder is not None:
-            # From pixels of 8 bits, as the pipeline does: whoever generates gives it a picture.
-            pixels_BHWC = ((image_BCHW.float() + 1) * 127.5).round().clamp(0, 255).byte().permute(0, 2, 3, 1).cpu().numpy()
-            embedding_BLD = encoders.encode_image([Image.fromarray(pixels_HWC) for pixels_HWC in pixels_BHWC])
+            embedding_BLD = encoders.encode_image(pictures(image_BCHW))
             for condition, embedding_LD in zip(conditions, embedding_BLD, strict=True):
                 condition["image_embedding"] = embedding_LD
         return conditions
@@ -211,22 +179,9 @@ class WanFamily:
             shapes["image_embedding"] = (1 + (encoder["image_size"] // encoder["patch_size"]) ** 2, encoder["hidden_size"])
         return shapes
 
-    def prompt_arguments(self, condition: Condition, negative: Condition | None) -> dict[str, Any]:
-        """Embeddings."""
-        return {"prompt_embeds": condition["text"], "negative_prompt_embeds": None if negative is None else negative["text"]}
-
     def given_frames(self, condition: Condition) -> int:
         """1 where TI2V has an image, whose latents are the first frame's."""
         return 1 if "image_frame" in condition else 0
-
-    def batch_conditions(self, conditions: list[Condition], max_tokens: int) -> Condition:
-        """Zeros after each text: Wan's cross-attention has no mask, so the number of zeros is part of the model's input."""
-        texts = [condition["text"] for condition in conditions]
-        longest = max(text.shape[0] for text in texts)
-        if longest > max_tokens:
-            raise ConfigError(f"a text embedding of {longest} tokens doesn't fit into max_text_tokens={max_tokens}")
-        batch = {part: torch.stack([condition[part] for condition in conditions]) for part in conditions[0] if part != "text"}
-        return batch | {"text": torch.stack([nn.functional.pad(text_LD, (0, 0, 0, max_tokens - text_LD.shape[0])) for text_LD in texts])}
 
     @torch.no_grad()
     def encode_video(self, encoders: Any, video_BCFHW: Tensor) -> Tensor:
@@ -239,10 +194,7 @@ class WanFamily:
     def noise_schedule(self, folder: str | Path) -> FlowMatching:
         """With the flow shift of the folder's scheduler; 1 (none) where that has none."""
         scheduler = read_model_json(folder, "scheduler/scheduler_config.json")
-        shift = scheduler.get("flow_shift", scheduler.get("shift", 1.0))
-        if not isinstance(shift, int | float) or not shift > 0:
-            raise CheckpointError(f"{folder}: the scheduler's flow shift is {shift!r}, which is no positive number")
-        return FlowMatching(float(shift))
+        return flow_matching(folder, scheduler.get("flow_shift", scheduler.get("shift", 1.0)))
 
     def forward(self, transformer: nn.Module, x_BCFHW: Tensor, t_B: Tensor, condition: Condition) -> Tensor:
         """The velocity noise - data, in the dtype of the transformer's arithmetic."""
@@ -270,16 +222,15 @@ class WanFamily:
 
     def attention_layers(self, transformer: nn.Module) -> list[AttentionLayer]:
         """attn1 and attn2 of every block."""
-        layers = []
-        for index, block in enumerate(transformer.blocks):  # type: ignore[arg-type]
-            for part, kind in (("attn1", "self"), ("attn2", "cross")):
-                module = getattr(block, part)
-                layers.append(AttentionLayer(f"blocks.{index}.{part}", index, kind, module, module.heads, module.inner_dim // module.heads))
-        return layers
+        return [
+            AttentionLayer.of(f"blocks.{index}.{part}", index, kind, getattr(block, part))
+            for index, block in enumerate(transformer.blocks)  # type: ignore[arg-type]
+            for part, kind in (("attn1", "self"), ("attn2", "cross"))
+        ]
 
     def make_processor(self, layer: AttentionLayer, recipe: AttentionRecipe, kernel: str) -> WanProcessor:
         """A `WanProcessor`."""
-        return WanProcessor(layer.name, recipe, kernel)
+        return WanProcessor(layer, recipe, kernel)
 
     def blocks(self, transformer: nn.Module) -> list[nn.Module]:
         """The transformer blocks, in order of execution."""
@@ -316,11 +267,6 @@ class WanFamily:
             model.condition_embedder.register_forward_pre_hook(times, with_kwargs=True),
             model.proj_out.register_forward_hook(gather),
         ]
-
-    def _require_component(self, folder: str | Path, component: str) -> None:
-        present = self.components(folder)
-        if component not in present:
-            raise CheckpointError(f"{folder} has no {component!r}; it has: {', '.join(present)}")
 
 
 def _with_image(x_BCFHW: Tensor, image_BCFHW: Tensor, num_channels: int) -> Tensor:

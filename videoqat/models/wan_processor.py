@@ -4,35 +4,24 @@ attn1 is self-attention over video tokens; attn2 is cross-attention to the text 
 image's tokens, with projections of their own.
 """
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from videoqat.errors import AttentionError
+from videoqat.models.processor import Processor, in_low_precision
 from videoqat.parallel.ulysses import Ulysses, attend
-from videoqat.recipes import AttentionRecipe
-
-if TYPE_CHECKING:
-    from videoqat.models.install import Observer
 
 IMAGE_MODEL_TEXT_TOKENS = 512  # in image-to-video transformers whatever stands before the last 512 context tokens is image
 
 
-class WanProcessor:
+class WanProcessor(Processor):
     """Attention of one `WanAttention` module by a recipe; with the bf16 recipe bitwise diffusers' `WanAttnProcessor`.
 
     The order of operations and every rounding outside `attention()` follow diffusers 0.42: RMS norm over all heads together, then rotary
     embedding with fp32 angles (self-attention only).
     """
-
-    def __init__(self, layer: str, recipe: AttentionRecipe, kernel: str) -> None:
-        self.layer = layer
-        self.recipe = recipe
-        self.kernel = kernel
-        self.observer: Observer | None = None
-        self.ulysses: Ulysses | None = None
 
     def __call__(
         self,
@@ -73,12 +62,8 @@ class WanProcessor:
     def _attend(self, q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor, ulysses: Ulysses | None) -> Tensor:
         """(B, N, heads * head_dim) in q's dtype."""
         dtype = q_BNHD.dtype
-        if torch.is_autocast_enabled(q_BNHD.device.type):
-            # Norms leave q and k in float32 there, v is 16-bit; SDPA would cast all three, and what is quantised must be the same numbers.
-            low = torch.get_autocast_dtype(q_BNHD.device.type)
-            q_BNHD, k_BNHD, v_BNHD = q_BNHD.to(low), k_BNHD.to(low), v_BNHD.to(low)
-        observer = None if self.observer is None else functools.partial(self.observer, self.layer)
-        out = attend(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel, ulysses=ulysses, observer=observer)
+        q_BNHD, k_BNHD, v_BNHD = in_low_precision(q_BNHD, k_BNHD, v_BNHD)
+        out = attend(q_BNHD, k_BNHD, v_BNHD, self.recipe, kernel=self.kernel, ulysses=ulysses, observer=self._observe())
         return out.flatten(2, 3).to(dtype)
 
 
