@@ -62,12 +62,17 @@ def test_a_budget_that_was_given_is_kept(folders, tmp_path):
     with pytest.raises(CheckpointError, match=r"needs .* GiB .*memory.device_gib"):
         EnginePool(CPU, device_gib=1e-6).get(folders[0])
     assert EnginePool(CPU).device_budget == int(DEVICE_SHARE * total_memory(torch.device("cpu")))
+    copy = Path(shutil.copytree(folders[0], tmp_path / "copy"))
+    file = copy / "vae" / "diffusion_pytorch_model.safetensors"
+    shutil.copy(file, file.with_name("diffusion_pytorch_model.fp16.safetensors"))  # another precision beside them isn't loaded
+    assert weights_bytes(copy, torch.float32) == weights_bytes(folders[0], torch.float32)
+    for torn in (b"\x08\0\0\0\0\0\0\0torn", b"version https://git-lfs.github.com/spec/v1\n"):
+        file.write_bytes(torn)
+        with pytest.raises(CheckpointError, match="torn"):
+            weights_bytes(copy, torch.float32)
+    file.unlink()
     with pytest.raises(CheckpointError, match="no weights"):
-        weights_bytes(tmp_path, torch.float32)
-    (tmp_path / "vae").mkdir()
-    (tmp_path / "vae" / "x.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0torn")
-    with pytest.raises(CheckpointError, match="torn"):
-        weights_bytes(tmp_path, torch.float32)
+        weights_bytes(copy, torch.float32)
 
 
 @pytest.mark.gpu

@@ -3,8 +3,6 @@
 import contextlib
 import dataclasses
 import gc
-import json
-import math
 from collections import OrderedDict
 from pathlib import Path
 
@@ -16,30 +14,23 @@ from videoqat.errors import CheckpointError, GenerationCancelled
 from videoqat.generation.division import Division
 from videoqat.generation.engine import Engine, choose_recipe
 from videoqat.generation.meter import total_memory
+from videoqat.models.weights import num_weights, parts_of, stem_of
 
 GIB = 2**30
 DEVICE_SHARE = 0.6  # of its memory, where no budget is given: the rest is for activations
 
 
 def weights_bytes(folder: str | Path, dtype: torch.dtype) -> int:
-    """How much memory the weights of a pipeline's folder take when they are loaded in `dtype` (the VAE in float32), from the files' headers alone.
+    """How much memory the weights of a pipeline's folder take when they are loaded in `dtype`, from the files' headers alone.
+
+    VAE and image encoder are loaded in float32.
 
     Raises:
-        CheckpointError: there are none, or one of them is torn.
+        CheckpointError: a part's are missing, or one of its files is torn.
     """
-    total = 0
-    files = sorted(Path(folder).glob("*/*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no weights: its components' folders should hold .safetensors files")
-    for file in files:
-        width = 4 if file.parent.name == "vae" else dtype.itemsize
-        try:
-            with open(file, "rb") as handle:
-                header = json.loads(handle.read(int.from_bytes(handle.read(8), "little")))
-            total += width * sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-        except (ValueError, KeyError, TypeError, OverflowError, MemoryError) as error:
-            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
-    return total
+    stems = {part: stem_of(part, library) for part, (library, _) in parts_of(folder).items()}
+    widths = dict.fromkeys(stems, dtype.itemsize) | dict.fromkeys(("vae", "image_encoder"), 4)
+    return sum(widths[part] * num_weights(Path(folder) / part, stem) for part, stem in stems.items() if stem is not None)
 
 
 def warm_up(engine: Engine, sampling: SamplingConfig, recipes: list[str]) -> None:

@@ -3,7 +3,6 @@
 Afterwards everything takes the folder as any other, checked to the last name and shape.
 """
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from videoqat.errors import CheckpointError
 from videoqat.files import atomic_folder, write_json
 from videoqat.models.hub import ORIGIN, origin
 from videoqat.models.spec import family_of
-from videoqat.models.weights import check_complete, compare
+from videoqat.models.weights import check_complete, compare, shapes_in
 from videoqat.provenance import provenance
 
 
@@ -27,7 +26,7 @@ def plan(config: ConvertConfig) -> dict[str, Any]:
     Raises:
         UserError: whatever `convert` would refuse before it reads weights.
     """
-    family, names = family_of(config.model), _shapes_in(Path(config.transformer_file))
+    family, names = family_of(config.model), shapes_in(Path(config.transformer_file))
     choice("component", config.component, family.components(config.model))
     transformer = family.build(config.model, config.component)
     own = _is_diffusers(names, transformer)
@@ -73,21 +72,6 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in transformer.parameters()})
     say(f"{config.out}: {config.component} with {parameters:,} weights ({', '.join(dtypes)}) from {file}")
     return planned | {"parameters": parameters, "dtypes": dtypes, "origin": record}
-
-
-def _shapes_in(file: Path) -> dict[str, torch.Size]:
-    """Name -> shape of every tensor in a safetensors file.
-
-    Raises:
-        CheckpointError: it is torn, or none.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(file, framework="pt") as handle:
-            return {name: torch.Size(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
-    except (SafetensorError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
 
 
 def _is_diffusers(names: dict[str, torch.Size], transformer: nn.Module) -> bool:

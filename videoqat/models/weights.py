@@ -4,8 +4,6 @@ diffusers and transformers lay a pipeline out alike: `model_index.json` names th
 a model, one .safetensors file, or several with an index that says which tensor lies in which.
 """
 
-import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +55,21 @@ def shards_of(index: dict[str, Any], where: object) -> list[str]:
     return sorted(set(names.values()))
 
 
+def shapes_in(file: str | Path) -> dict[str, torch.Size]:
+    """Name -> shape of every tensor in a safetensors file, from its header.
+
+    Raises:
+        CheckpointError: it is torn, or none.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as handle:
+            return {name: torch.Size(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
+    except (SafetensorError, ValueError) as error:
+        raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
+
+
 def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
     """Compares names and shapes in the headers of a diffusers model's files with what the model has.
 
@@ -68,15 +81,9 @@ def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tup
     Raises:
         CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, or unknown, and how many there are.
     """
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, torch.Size] = {}
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                found |= {key: torch.Size(handle.get_slice(key).get_shape()) for key in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
-        except SafetensorError as error:
-            raise CheckpointError(f"{file} is torn or no safetensors file: {error}") from error
+        found |= shapes_in(file)
     compare(folder, found, expected, ignored)
 
 
@@ -139,11 +146,6 @@ def num_weights(folder: str | Path, stem: str = DIFFUSERS) -> int:
     """How many numbers a model's files hold, from their headers.
 
     Raises:
-        CheckpointError: as `weight_files`.
+        CheckpointError: as `weight_files`, or one of them is torn.
     """
-    total = 0
-    for path in weight_files(folder, stem):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
-    return total
+    return sum(shape.numel() for file in weight_files(folder, stem) for shape in shapes_in(file).values())
