@@ -122,7 +122,7 @@ def test_timings_have_every_stage(engine):
     assert timings["total_s"] >= timings["text_s"] + timings["denoise_s"] + timings["vae_s"]
 
 
-def test_on_step_counts_and_cancels(engine):
+def test_on_step_counts_and_cancels(engine, monkeypatch):
     steps = []
     expected = engine.generate(PROMPT, 1, SAMPLING, "bf16", on_step=lambda done, total: steps.append((done, total))).frames
     assert steps == [(1, 2), (2, 2)]
@@ -133,8 +133,11 @@ def test_on_step_counts_and_cancels(engine):
     def cancel(done, total):
         raise Cancelled
 
-    with pytest.raises(Cancelled):
+    freed = []
+    with monkeypatch.context() as patch, pytest.raises(Cancelled):
+        patch.setattr(engine.pipeline, "maybe_free_model_hooks", lambda: freed.append("what was offloaded"))
         engine.generate(PROMPT, 1, SAMPLING, "bf16", on_step=cancel)
+    assert freed == ["what was offloaded"]
     assert "encode_prompt" not in vars(engine.pipeline)
     assert "decode" not in vars(engine.pipeline.vae)
     assert np.array_equal(engine.generate(PROMPT, 1, SAMPLING, "bf16").frames, expected)

@@ -5,7 +5,8 @@ that with recipe `bf16` the frames are those of the stock pipeline, bit for bit.
 `encode_prompt` and its VAE's `decode` for the length of one call.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,18 @@ def doubts_about(frames_FHWC: NDArray[np.uint8]) -> list[str]:
     if (flat & ~black).any():
         found.append(f"{int((flat & ~black).sum())} of {len(frames_FHWC)} frames are one flat colour")
     return found
+
+
+@contextlib.contextmanager
+def _leaving_the_device(pipeline: Any) -> Iterator[None]:
+    """Parts that are offloaded are in the host's memory again when the block ends.
+
+    A pipeline sees to that itself at the end of a call, but not of one that is cut short; and one made for a single call knows of no offloading.
+    """
+    try:
+        yield
+    finally:
+        pipeline.maybe_free_model_hooks()
 
 
 class Engine:
@@ -329,6 +342,7 @@ class Engine:
                 raise NonFiniteVideo(f"the VAE decoded finite latents to NaN or inf: {where}")
 
         with (
+            _leaving_the_device(self.pipeline),
             record_receipts() as receipts,
             stepping([layer for layers in self._quantised(chosen).values() for layer in layers], chosen, sampling.num_inference_steps) as begin_step,
             self.division.dividing_guidance(self.transformers),
@@ -357,8 +371,6 @@ class Engine:
                 **({"use_dynamic_cfg": True} if sampling.dynamic_guidance else {}),
                 output_type="np",
             )
-        if pipeline is not self.pipeline:
-            self.pipeline.maybe_free_model_hooks()  # one that was made for this call doesn't know what is offloaded
         frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
         total_s = watch.seconds(started, watch.mark())
         text_s, image_s, steps_s, vae_s = ([watch.seconds(*span) for span in spans[stage]] for stage in ("text", "image", "step", "vae"))
