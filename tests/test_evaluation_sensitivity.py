@@ -19,6 +19,7 @@ from videoqat.data.moving_garments import write_clips
 from videoqat.data.precompute import preprocess
 from videoqat.errors import UserError
 from videoqat.evaluation import sensitivity as module
+from videoqat.evaluation.probe import figures, sums_of
 from videoqat.evaluation.sensitivity import plan, sensitivity
 from videoqat.models.install import install, uninstall
 from videoqat.models.spec import family_of
@@ -258,11 +259,16 @@ def test_the_report_stands_alone(out: Path, result: dict[str, Any]):
     assert {receipt["kernel"] for receipt in result["receipts"]} == {"sdpa", "torch"}
 
 
-def test_layers_that_the_recipe_keeps_already_stay_kept(model: Path, tiny_cache: Path, tmp_path: Path):
+def test_layers_that_the_recipe_keeps_already_stay_kept(model: Path, tiny_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "mine.yaml").write_text(f"base: attn_qat\nname: mine\nkeep_layers: [{BAD}]\n")
     config = configured(model, tiny_cache, tmp_path / "out", recipe=str(tmp_path / "mine.yaml"), samples=1, timesteps=1, variants=False, max_kept=1)
-    assert plan(config)["components"] == {"transformer": {"blocks": 3, "layers": 3, "points": 1, "forwards": 1 * (2 + 7 + 2)}}
+    # All, each alone, all but each; then all kept, as other sets are known by now; then the proposal; and before each kind the reference.
+    assert plan(config)["components"] == {"transformer": {"blocks": 3, "layers": 3, "points": 1, "forwards": (1 + 7) + (1 + 1) + (1 + 1)}}
+    forwards: list[str] = []
+    forward = module.Probe._forward
+    monkeypatch.setattr(module.Probe, "_forward", lambda self, choice, *rest: (forwards.append(choice.name), forward(self, choice, *rest))[1])
     found = sensitivity(config)
+    assert len(forwards) == 12
     assert BAD not in [row["index"] for row in found["layers"]]
     assert found["path"][0]["kept"] == {"transformer": [BAD]}
     kept = get_recipe(found["proposal"]["file"]).keep_layers
@@ -291,6 +297,12 @@ def test_a_pair_is_measured_one_transformer_after_the_other(tiny_pipeline_pair: 
     recipe = get_recipe(found["proposal"]["file"])
     assert recipe.keep_layers_in == ((added["component"], (added["index"],)),)
     assert found["proposal"]["measured_anew"]["relative_error"] == found["path"][1]["error"]
+    (tmp_path / "half.yaml").write_text("base: attn_qat\nname: half\nkeep_components: [transformer]\n")
+    half = configured(folder, tiny_cache, tmp_path / "half", samples=1, timesteps=8, variants=False, recipe=str(tmp_path / "half.yaml"))
+    assert plan(half)["components"]["transformer"]["forwards"] == plan(half)["components"]["transformer"]["points"]  # nothing but the reference
+    halved = sensitivity(half)
+    assert {row["component"] for row in halved["layers"]} == {"transformer_2"}
+    assert 0 < halved["all"]["relative_error"] < found["all"]["relative_error"]
 
 
 def test_joint_attention_of_another_family(tmp_path: Path):
@@ -336,6 +348,12 @@ def test_it_runs_in_one_process(model: Path, tiny_cache: Path, tmp_path: Path, m
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match="sensitivity runs in one process; legal: without torchrun"):
         plan(configured(model, tiny_cache, tmp_path / "out"))
+
+
+def test_an_output_of_nothing_is_not_like_what_it_should_be():
+    zero, one = torch.zeros(1, 8), torch.ones(1, 8)
+    assert figures([sums_of(zero, one, 0)]) == {"relative_error": 1.0, "cosine": 0.0, "rmse": 1.0}
+    assert figures([sums_of(zero, zero, 0)]) == {"relative_error": 0.0, "cosine": 1.0, "rmse": 0.0}
 
 
 @pytest.mark.gpu

@@ -223,9 +223,10 @@ def figures(parts: Iterable[Mapping[str, list[float]]]) -> dict[str, float]:
     """`relative_error` (L2), `cosine` and `rmse` of all these `SUMS` together."""
     parts = list(parts)
     error, reference, dot, output, count = (math.fsum(value for part in parts for value in part[name]) for name in SUMS)
+    sizes = (reference * output) ** 0.5
     return {
         "relative_error": (error / reference) ** 0.5 if reference else 0.0,
-        "cosine": dot / (reference * output) ** 0.5 if reference and output else 1.0,
+        "cosine": dot / sizes if sizes else float(reference == output),  # of nothing to something 0, as in `attention.output_error`
         "rmse": (error / count) ** 0.5 if count else 0.0,
     }
 

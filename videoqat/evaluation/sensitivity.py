@@ -153,7 +153,12 @@ class Sensitivity:
         components = {}
         for component in self.components:
             blocks = component.blocks
-            forwards = len(component.points) * (2 + len(_choices(self.recipe, blocks, self.variants)) + max(0, len(blocks) - 1))
+            choices = _choices(self.recipe, blocks, self.variants)
+            growing = {Choice(self.recipe, frozenset(blocks[:count])) for count in range(1, len(blocks) + 1)}  # as many in whatever order
+            more = len(growing - {*choices})
+            anew = 1 if blocks and self.limits else 0  # the proposal
+            # The reference runs before each of the three kinds.
+            forwards = len(component.points) * (1 + len(choices) + (1 + more if more else 0) + 2 * anew)
             components[component.name] = {
                 "blocks": len(blocks),
                 "layers": len(component.layers),
@@ -177,7 +182,8 @@ class Sensitivity:
             every = frozenset(component.blocks)
             # Of equals the first, so that an interrupted measurement goes on in the same order.
             component.ranking = sorted(component.blocks, key=lambda block: -component.error(Choice(self.recipe, every - {block})))
-            self._measure(component, self._growing(component), "growing sets of kept blocks")
+            if component.blocks:
+                self._measure(component, self._growing(component), "growing sets of kept blocks")
 
     def _growing(self, component: _Component) -> list[Choice]:
         """No block kept, the worst one, the two worst ..., all."""
@@ -337,8 +343,8 @@ def plan(config: SensitivityConfig) -> dict[str, Any]:
     """What `sensitivity(config)` would do, checked without loading weights.
 
     Returns:
-        `family`, `recipe`, `components` (name -> blocks and attention layers that the recipe covers, points, forwards), `device`, `dtype`, `receipt`
-        (the kernel that would serve), `warnings`.
+        `family`, `recipe`, `components` (name -> blocks and attention layers that the recipe covers, points, forwards at most), `device`, `dtype`,
+        `receipt` (the kernel that would serve), `warnings`.
 
     Raises:
         UserError: whatever `sensitivity` would refuse before it loads the model.
