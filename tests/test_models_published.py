@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,15 @@ def test_doctor_knows_published_names(capsys: pytest.CaptureFixture[str]) -> Non
         doctor(DoctorConfig(model="wan9"))
     with pytest.raises(ConfigError, match="size: width 40 doesn't fit"):
         doctor(DoctorConfig(model=TINY, size="17x64x40"))
+
+
+def test_doctor_names_an_encoder_that_it_cannot_read(tiny_pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = Path(shutil.copytree(tiny_pipeline, tmp_path / "model"))
+    assert doctor(DoctorConfig(model=str(folder)))["generation_memory"]["encoders"] > 0
+    (folder / "text_encoder" / "model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "generation_memory" not in doctor(DoctorConfig(model=str(folder)))
+    assert "can't be told: " in (said := capsys.readouterr().err)
+    assert "text_encoder/model.safetensors is torn" in said
 
 
 def test_what_lives_is_added_up() -> None:

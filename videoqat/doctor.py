@@ -78,12 +78,13 @@ def _training_memory(folder: Path, component: str, num_heads: int, size: str, te
 
 
 def _encoders_in(folder: Path) -> dict[str, int] | None:
-    """Part -> numbers of its weights, of a folder's encoders; None where their files aren't there."""
+    """Part -> numbers of its weights, of a folder's encoders; None, and a word, where their files aren't there or torn."""
     others = {*family_of(folder).components(folder), "vae"}
     encoders = {part: stem_of(part, library) for part, (library, _) in parts_of(folder).items() if part not in others}
     try:
         return {part: num_weights(folder / part, stem) for part, stem in encoders.items() if stem is not None}
-    except CheckpointError:
+    except CheckpointError as error:
+        say(f"what generation needs can't be told: {error}")
         return None
 
 
