@@ -20,7 +20,7 @@ from videoqat.files import write_json
 
 EXIT_BAD_INPUT = 2
 GROUPS = {  # commands of two words, by their first
-    "bench": "timings: `videoqat bench attention`, `videoqat bench training`",
+    "bench": "timings: of attention, a forward, a video, training; `videoqat bench attention`",
     "evidence": "what 4-bit attention costs and what training wins back: `videoqat evidence judge`",
 }
 
