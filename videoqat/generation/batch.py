@@ -204,7 +204,7 @@ def _is_finished(config: GenerateConfig, video: Video, common: dict[str, Any]) -
         return False
     sampling = to_dict(video.sampling) | {"max_text_tokens": text_tokens(config.model, video.sampling)}
     own = {"prompt": video.prompt, "seed": video.seed, "image_sha256": video.image_sha256, "sampling": sampling}
-    own["vae_tiling"] = config.runtime.vae_tiling  # which changes pixels a little, as nothing else of `runtime` does but the dtype
+    own["vae_tiling"] = config.runtime.vae_tiling  # which changes pixels by more than rounding, as nothing else of `runtime` does but the dtype
     wanted: dict[str, Any] = json.loads(json.dumps({**common, **own}))
     try:
         record = json.loads(sidecar.read_text(encoding="utf-8"))
