@@ -9,8 +9,8 @@ Clips are hashed and decoded in `workers` threads (decoders let go of Python's l
 bucket at a time, each by itself as far as the arithmetic goes. At most workers + 1 decoded clips wait at any time, and batch_size of each bucket.
 
 Under torchrun each process takes every world-size-th clip, with an encoder on its own device (there may be more processes than GPUs), and writes
-shards of its own. When all are done, the first one writes index and report. A sample is the same whoever made it (to the last bit, where batch_size is
-1), so the number of processes may change from one run to the next.
+shards of its own. When all are done, the first one writes index and report. A sample is the same whoever made it (to the last bit, where
+batch_size is 1), so the number of processes may change from one run to the next.
 """
 
 import collections
