@@ -126,6 +126,14 @@ class Jobs:
 
     # What a worker does
 
+    def claim_next(self, worker: str) -> Row | None:
+        """Begins the video whose turn it is, as `claim`. None: none waits."""
+        while waiting := self.waiting(1):
+            row = self.claim(waiting[0], worker)
+            if row is not None:  # else another worker was first, and the next one's turn has come
+                return row
+        return None
+
     def claim(self, video: str, worker: str) -> Row | None:
         """Begins a waiting video: its row, with a new `lease`. None: it isn't waiting any more."""
         lease = secrets.token_hex(16)
@@ -220,10 +228,10 @@ class Jobs:
             found = connection.execute(query.order_by(videos.c.seq.desc() if newest_first else videos.c.seq).limit(limit + 1)).mappings().all()
             return [dict(row) for row in found[:limit]], len(found) > limit
 
-    def waiting(self) -> list[str]:
-        """Ids of waiting videos, in the order in which their turn comes."""
+    def waiting(self, limit: int | None = None) -> list[str]:
+        """Ids of waiting videos, in the order in which their turn comes: that of their arrival, also of those that are begun again."""
         with self.engine.begin() as connection:
-            return list(connection.execute(select(videos.c.id).where(videos.c.status == "queued").order_by(videos.c.seq)).scalars())
+            return list(connection.execute(select(videos.c.id).where(videos.c.status == "queued").order_by(videos.c.seq).limit(limit)).scalars())
 
     def counts(self) -> dict[str, int]:
         """Status -> number of videos."""

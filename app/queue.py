@@ -1,7 +1,7 @@
 """Handing out work: huey, in an SQLite file or in Redis.
 
-A message is the id of a video. The database says what that video's state is (`jobs.py`), so a message that comes twice does nothing the second time,
-and one that is lost, with the worker that had taken it or with Redis itself, is sent again (`keeper.py`).
+A message is the id of a video that waits. Whoever takes one makes the video whose turn it is by the database (`jobs.py`). So a message that comes
+twice does no harm, and one that is lost, with the worker that had taken it or with Redis itself, is sent again (`keeper.py`).
 """
 
 import json
@@ -35,7 +35,7 @@ class Queue:
 
     Args:
         url: `redis://...`, `rediss://...` or `sqlite:///FILE`.
-        make_video: what a worker does with the id in a message; servers, which only send, have none.
+        make_video: what a worker does about a message, given the id in it; servers, which only send, have none.
 
     Raises:
         UserError: it can't be reached.

@@ -194,8 +194,10 @@ def serve(config: ServeConfig) -> dict[str, Any]:
         keeper.start()
         options: dict[str, Any] = {"log_level": "warning", "access_log": config.access_log, "server_header": False}
         say(f"videoqat serves at {url} (its API: {url}/docs); workers are starting")
-        _when_told_to_stop(lambda *_: None)  # uvicorn listens to signals itself, and sends them on to us when it has ended
-        uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE_S), **options)).run(sockets=[listening])
+        server = uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=int(PATIENCE_S), **options))
+        # uvicorn listens to signals itself, and sends them on to us when it has ended; this is for one that comes before it does.
+        _when_told_to_stop(lambda *_: setattr(server, "should_exit", True))
+        server.run(sockets=[listening])
     except KeyboardInterrupt:
         say("videoqat serve: told to stop while it was starting")
     finally:

@@ -132,12 +132,14 @@ class Worker:
             beats.join(timeout=5)
             self.jobs.unregister(self.identity)
 
-    def make(self, video: str) -> None:
-        """Makes one video, if it still waits, and leaves it in a definite state."""
-        row = self.jobs.claim(video, self.identity)
+    def make(self, _: str) -> None:
+        """Makes the video whose turn it is, if one waits, and leaves it in a definite state. That need not be the one in the message: a video that is
+        begun again keeps its place, and its message comes last."""
+        row = self.jobs.claim_next(self.identity)
         if row is None:
             return
-        self._lease = lease = row["lease"]
+        video, lease = row["id"], row["lease"]
+        self._lease = lease
         self._set_state("busy")
         out = self.videos / f"{row['id']}.{lease}.mp4"
         try:

@@ -179,6 +179,7 @@ def test_killed_workers_and_servers_lose_nothing(service):
     videos = [service.until(video) for video in ids]
     assert [video["restarts"] for video in videos] == [1] + [0] * 20, "a worker that can let go of its video does"
     assert videos[0]["worker"] != first
+    assert [video["started_at"] for video in videos] == sorted(video["started_at"] for video in videos), "it kept its place"
     assert all(service.http.head(video["content_url"]).status_code == 200 for video in videos)
     assert len([name for name in files(service) if name.endswith(".mp4") and any(video in name for video in ids)]) == 21
 
