@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchHeunDiscreteScheduler
 from helpers.naive_attention import NaiveAttention
 from helpers.naive_sagebwd import NaiveSageBwd
 from torch import Tensor
@@ -164,6 +165,25 @@ def test_nothing_is_decoded(tiny_pipeline: Path, tmp_path: Path, monkeypatch: py
     assert steps == [1, 2, 1, 2]
 
 
+def test_both_forwards_of_a_second_order_scheduler_belong_to_one_step(tiny_pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Engine.__init__
+
+    def with_heun(self: Engine, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._scheduler = FlowMatchHeunDiscreteScheduler()
+
+    monkeypatch.setattr(Engine, "__init__", with_heun)
+    result = compare_attention(settings(tiny_pipeline, tmp_path, steps=[1], layers=[0], sampling=replace(SAMPLING, guidance_scale=1.0)))
+    assert [entry["calls"] for entry in result["recipes"]] == [2 * 2] * 3  # prompts, forwards
+
+
+def test_a_recipe_whose_transformer_serves_other_steps_is_refused(tiny_pipeline_pair: Path, tmp_path: Path) -> None:
+    (tmp_path / "low.yaml").write_text("base: attn_qat\nname: low\nkeep_components: [transformer]\n")
+    with pytest.raises(ConfigError, match=r"recipe 'low' covers none of the layers that run in steps=\[0\]"):
+        compare_attention(settings(tiny_pipeline_pair, tmp_path, steps=[0], recipes=["attn_qat", str(tmp_path / "low.yaml")]))
+    assert list((tmp_path / "out").iterdir()) == []
+
+
 # Tables and pages
 
 
@@ -242,6 +262,7 @@ def test_shipped_recipes_are_found_from_anywhere(tmp_path: Path, monkeypatch: py
 def test_the_recipes_page_names_every_shipped_recipe() -> None:
     root = Path(__file__).resolve().parent.parent
     page = (root / "docs" / "recipes.md").read_text()
+    assert [name for name, recipe in RECIPES.items() if recipe.is_quantised and f"`{name}`" not in page] == []
     files = [path.stem for path in (root / "configs" / "recipe").glob("*.yaml")]
     assert len(files) > len(VARIANTS)
     assert [name for name in files if not name.startswith("attn_qat_search_keep") and f"`recipe/{name}`" not in page] == []

@@ -117,9 +117,9 @@ class _Watch:
             self.found[recipe.name][self._name(component, name)].append(error)
 
     def on_step(self, done: int, total: int) -> None:
-        """After each denoising step; ends the video after the last that is wanted, so that nothing is decoded."""
-        self.step = done
-        if done > self.steps[-1]:
+        """After each forward of denoising; ends the video after the last step that is wanted, so that nothing is decoded."""
+        self.step = done // self.engine.pipeline.scheduler.order  # a second-order scheduler takes two for one step
+        if self.step > self.steps[-1]:
             raise GenerationCancelled
 
 
@@ -166,6 +166,8 @@ def compare_attention(config: CompareAttentionConfig) -> dict[str, Any]:
 
 def _summary(recipe: AttentionRecipe, watch: _Watch) -> dict[str, Any]:
     found = watch.found[recipe.name]
+    if not found:  # of a pair, which transformer serves a step is known only now
+        raise ConfigError(f"recipe {recipe.name!r} covers none of the layers that run in steps={watch.steps}; legal: steps in which one does")
     layers = {name: _means(found[name]) for name in watch.order if name in found}
     worst = {
         "cosine": min(layers, key=lambda name: layers[name]["cosine"]),
