@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+pytest.register_assert_rewrite("helpers")  # so that a failed assertion there, too, shows what it compared
+
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton's kernels on the CPU; it is read when they are imported
 

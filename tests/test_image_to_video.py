@@ -1,6 +1,5 @@
 """Models that are given a first frame, held against diffusers' own pipelines and against an independent evaluation of 4-bit attention."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from diffusers import CogVideoXImageToVideoPipeline, WanImageToVideoPipeline
 from helpers.engines import batch, loss_of
-from helpers.naive_attention import NaiveAttention
-from helpers.pipelines import enliven
+from helpers.pipelines import edited, enliven
+from helpers.transformers import naive_sdpa
 from PIL import Image
 from torch import Tensor, nn
 
@@ -21,7 +20,6 @@ from videoqat.generation.engine import Engine
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline, cogvideox_transformer
-from videoqat.recipes import RECIPES
 from videoqat.training.objective import denoising_loss
 from videoqat.training.throughput import forward_cost
 
@@ -189,19 +187,6 @@ def test_forward_is_what_the_pipeline_computes(name: str, folders: dict[str, Pat
         assert family.given_frames(condition) == (1 if name == "ti2v" else 0)
 
 
-class Naive(torch.autograd.Function):
-    """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.naive = NaiveAttention(*(x.detach().transpose(1, 2) for x in (q, k, v)), RECIPES["attn_qat"])
-        return ctx.naive.forward()[0].transpose(1, 2).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.transpose(1, 2).float() for x in ctx.naive.backward(grads[0].transpose(1, 2)))
-
-
 def gradients(transformer: nn.Module, folder: Path) -> dict[str, Tensor]:
     transformer.zero_grad()
     loss_of(family_of(folder), transformer, folder, [0, 1]).mean().backward()
@@ -217,7 +202,7 @@ def test_quantised_gradients_are_those_of_an_independent_evaluation(name: str, f
     sdpa = F.scaled_dot_product_attention
 
     def naive_within_a_sequence(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
-        return (Naive.apply if query.shape == key.shape else sdpa)(query, key, value)
+        return (naive_sdpa if query.shape == key.shape else sdpa)(query, key, value)
 
     with monkeypatch.context() as patch:
         patch.setattr(F, "scaled_dot_product_attention", naive_within_a_sequence)
@@ -278,15 +263,6 @@ def test_costs_are_counted_with_what_a_first_frame_adds(name: str, folders: dict
         assert costs[1].linear_flops == costs[0].linear_flops  # a model that requires an image is told of one in any case
         (embedding,) = (p for key, p in transformer.named_parameters() if key in ("patch_embedding.weight", "patch_embed.proj.weight"))
         assert costs[1].outer.flops >= 2 * embedding.numel() * family.geometry(folder).num_tokens(*size_of(name))
-
-
-def edited(folder: Path, out: Path, file: str, **changes: Any) -> Path:
-    """A copy of the folder's configurations, one of them changed."""
-    for path in folder.rglob("*.json"):
-        (out / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
-        (out / path.relative_to(folder)).write_text(path.read_text())
-    (out / file).write_text(json.dumps(json.loads((out / file).read_text()) | changes))
-    return out
 
 
 @pytest.mark.parametrize(

@@ -3,41 +3,36 @@ divided among processes."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import HunyuanVideoTransformer3DModel
-from helpers.naive_attention import NaiveAttention
+from helpers import transformers
 from helpers.ranks import run_ranks
-from torch import Tensor, nn
+from helpers.transformers import Inputs, different, in_bf16, naive_sdpa, relative, with_lively_norms
+from torch import Tensor
 
 from videoqat.attention.backends import record_receipts
 from videoqat.config import ParallelConfig
 from videoqat.errors import AttentionError
 from videoqat.models.hunyuan import FAMILY
 from videoqat.models.hunyuan_processor import HunyuanProcessor, RefinerProcessor
-from videoqat.models.install import install, installed_recipe, observe, shard_sequence, uninstall
-from videoqat.models.spec import Condition, family_of_transformer
+from videoqat.models.install import install, installed_recipe, uninstall
+from videoqat.models.spec import family_of_transformer
 from videoqat.models.tiny_hunyuan import hunyuan_transformer
 from videoqat.parallel.mesh import open_mesh
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import RECIPES
 
-Inputs = tuple[Tensor, Tensor, Condition]
+outputs_and_gradients = partial(transformers.outputs_and_gradients, FAMILY)
 
 
 def make_transformer(seed: int = 0, **changes: Any) -> HunyuanVideoTransformer3DModel:
     torch.manual_seed(seed)
-    model = hunyuan_transformer(**{"attention_head_dim": 32, "text_embed_dim": 24, "pooled_projection_dim": 12} | changes)
-    for name, parameter in model.named_parameters():
-        if "norm" in name and "linear" not in name:  # norms of exactly 1 and 0 would hide a norm that is left out
-            nn.init.normal_(parameter, mean=1.0, std=0.3)
-        if "norm" in name and "linear" in name:  # gates and shifts that are nearly zero would hide what they gate
-            nn.init.normal_(parameter, std=0.2)
-    return model
+    return with_lively_norms(hunyuan_transformer(**{"attention_head_dim": 32, "text_embed_dim": 24, "pooled_projection_dim": 12} | changes))
 
 
 def make_inputs(
@@ -53,32 +48,7 @@ def make_inputs(
     return torch.stack(xs), torch.tensor([0.0175, 0.8035])[: len(lengths)], FAMILY.batch_conditions(conditions, num_text)
 
 
-def outputs_and_gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    model.zero_grad()
-    out = FAMILY.forward(model, *inputs)
-    out.float().square().mean().backward()
-    return [out.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
-
-
-def relative(xs: list[Tensor], truths: list[Tensor]) -> list[float]:
-    """Errors in L2, each relative to its truth. Some gradients are nothing but rounding (a bias of all keys alike moves no softmax): none is taken
-    for smaller than 1e-3 of the largest."""
-    floor = 1e-3 * max(float(truth.norm()) for truth in truths[1:])
-    return [float((x - truth).norm()) / max(float(truth.norm()), floor) for x, truth in zip(xs, truths, strict=True)]
-
-
-def in_bf16(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DModel:
-    return model.to(torch.bfloat16)
-
-
-def fused(model: HunyuanVideoTransformer3DModel) -> HunyuanVideoTransformer3DModel:
-    """Module by module: the transformer's own method doesn't reach them, and diffusers' processor goes on with the projections that were there."""
-    for layer in FAMILY.attention_layers(model):
-        layer.module.fuse_projections()  # type: ignore[operator]
-    return model
-
-
-@pytest.mark.parametrize("convert", [lambda m: m, in_bf16, fused], ids=["fp32", "bf16", "fused"])
+@pytest.mark.parametrize("convert", [lambda m: m, in_bf16, partial(transformers.fused_one_by_one, FAMILY)], ids=["fp32", "bf16", "fused"])
 def test_bf16_recipe_is_bitwise_the_stock_processor(convert: Callable) -> None:
     """Video, and every parameter's gradient."""
     model = convert(make_transformer(num_layers=2, num_single_layers=2))
@@ -87,21 +57,13 @@ def test_bf16_recipe_is_bitwise_the_stock_processor(convert: Callable) -> None:
     assert install(model, "bf16") == []
     ours = outputs_and_gradients(model, inputs)
     assert [type(layer.module.processor) for layer in FAMILY.attention_layers(model)] == [RefinerProcessor] * 2 + [HunyuanProcessor] * 4
-    assert len(stock) == len(ours) > 1
-    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+    assert len(stock) > 1
+    assert different(ours, stock) == []
 
 
 def test_bf16_recipe_is_bitwise_the_stock_processor_under_autocast() -> None:
     model = make_transformer()
-    inputs = make_inputs(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        stock = outputs_and_gradients(model, inputs)
-        install(model, "bf16")
-        seen: list[torch.dtype] = []
-        observe(model, lambda name, q, k, v: seen.extend((q.dtype, k.dtype, v.dtype)))
-        ours = outputs_and_gradients(model, inputs)
-    assert set(seen) == {torch.bfloat16}
-    assert all(torch.equal(a, b) for a, b in zip(stock, ours, strict=True))
+    transformers.assert_same_under_autocast(outputs_and_gradients, model, make_inputs(model), lambda model: install(model, "bf16"))
 
 
 @pytest.mark.gpu
@@ -165,46 +127,25 @@ def test_masks_are_of_keys_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [mask.sum(dim=3).flatten().tolist() for mask in masks] == [[9, 4]] * 2 + [[39, 34]] * 2
 
 
-class Naive(torch.autograd.Function):
-    """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D), under a mask (B, 1, 1, N) of leading keys."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
-        ctx.naive = NaiveAttention(q, k, v, RECIPES["attn_qat"], kv_len=mask[:, 0, 0].sum(dim=1))
-        return ctx.naive.forward()[0].transpose(1, 2).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(x.transpose(1, 2).float() for x in ctx.naive.backward(grads[0].transpose(1, 2))), None
-
-
 @pytest.mark.parametrize("refiner_too", [False, True])
-def test_quantised_gradients_are_those_of_an_independent_evaluation(refiner_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_gradients_are_those_of_an_independent_evaluation(refiner_too: bool) -> None:
     """Through the whole model: diffusers' stock processors around an attention of single rows in fp64, which shares nothing with ours."""
     model = make_transformer(attention_head_dim=16)
     inputs = make_inputs(model)
-    unquantised = outputs_and_gradients(model, inputs)
     plain = F.scaled_dot_product_attention
 
     def naive(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **_: Any) -> Tensor:
         if attn_mask.shape[2] == 1 or refiner_too:
             # The refiner's mask, (B, H, L, L), says for its first row which tokens are real.
-            return Naive.apply(query, key, value, attn_mask[:, :1, :1])
+            return naive_sdpa(query, key, value, attn_mask[:, 0, 0].sum(dim=1))
         return plain(query, key, value, attn_mask)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", naive)
-        expected = outputs_and_gradients(model, inputs)
-    kinds = ("joint", "refiner") if refiner_too else ("joint",)
-    quantised = install(model, replace(RECIPES["attn_qat"], attention_kinds=kinds), kernel="torch")
-    assert len(quantised) == 2 + 2 * refiner_too
-    ours = outputs_and_gradients(model, inputs)
-    names = ["out", *(name for name, p in model.named_parameters() if p.grad is not None)]
-    # A code that hangs on the last bits of its input may fall either way; without quantisation everything is further off.
-    errors, plain_errors = relative(ours, expected), relative(unquantised, expected)
-    assert {name: error for name, error in zip(names, errors, strict=True) if error > 2e-3} == {}
-    touched = [error for name, error in zip(names, plain_errors, strict=True) if "blocks.0.attn.to_q.weight" in name]
+    def quantise() -> None:
+        kinds = ("joint", "refiner") if refiner_too else ("joint",)
+        assert len(install(model, replace(RECIPES["attn_qat"], attention_kinds=kinds), kernel="torch")) == 2 + 2 * refiner_too
+
+    plain_errors = transformers.assert_gradients_of_an_independent_evaluation(lambda: outputs_and_gradients(model, inputs), naive, quantise)
+    touched = [error for name, error in plain_errors.items() if "blocks.0.attn.to_q.weight" in name]
     assert len(touched) == 3
     assert min(touched) > 1e-2
 
@@ -298,7 +239,7 @@ def test_blocks_compile_in_one_graph() -> None:
     expected = outputs_and_gradients(model, inputs)
     for block in FAMILY.blocks(model):
         block.forward = torch.compile(block.forward, fullgraph=True, backend="aot_eager")  # type: ignore[method-assign]
-    assert max(relative(outputs_and_gradients(model, inputs), expected)) < 1e-5
+    assert max(relative(outputs_and_gradients(model, inputs), expected).values()) < 1e-5
 
 
 # --- the family's view of a transformer
@@ -352,12 +293,8 @@ def on_each_rank(degree: int) -> dict[str, float]:
             model = make_transformer(num_attention_heads=4, attention_head_dim=16)
             inputs = make_inputs(model, frames=3, num_text=13)  # 45 video tokens; text of 9 and 4 tokens in 13
             install(model, recipe.removesuffix("_packed"))
-            whole = outputs_and_gradients(model, inputs)
-            shard_sequence(model, Ulysses(mesh.sp_group, "packed" if recipe.endswith("packed") else "bf16"))
-            divided = outputs_and_gradients(model, inputs)
-            for gradient in divided[1:]:
-                dist.all_reduce(gradient)
-            found[recipe] = max(relative(divided, whole))
+            ulysses = Ulysses(mesh.sp_group, "packed" if recipe.endswith("packed") else "bf16")
+            found[recipe] = transformers.error_of_division(outputs_and_gradients, model, inputs, ulysses)
     return found
 
 

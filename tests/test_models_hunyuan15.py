@@ -3,15 +3,16 @@ sequences divided among processes."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from diffusers import HunyuanVideo15Transformer3DModel
-from helpers.naive_attention import NaiveAttention
+from helpers import transformers
 from helpers.ranks import run_ranks
+from helpers.transformers import Inputs, different, in_bf16, naive_sdpa, with_lively_norms
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,14 +24,13 @@ from videoqat.errors import AttentionError
 from videoqat.models.hunyuan15 import FAMILY
 from videoqat.models.hunyuan15_transformer import HunyuanVideo15Processor, sort_on_the_device
 from videoqat.models.hunyuan_processor import RefinerProcessor
-from videoqat.models.install import install, observe, shard_sequence, uninstall
-from videoqat.models.spec import Condition, family_of_transformer
+from videoqat.models.install import install, observe, uninstall
+from videoqat.models.spec import family_of_transformer
 from videoqat.models.tiny_hunyuan15 import hunyuan15_transformer
 from videoqat.parallel.mesh import open_mesh
 from videoqat.parallel.ulysses import Ulysses
 from videoqat.recipes import RECIPES
 
-Inputs = tuple[Tensor, Tensor, Condition]
 LENGTHS = ((9, 3), (4, 0))  # of the prompts and the glyphs of two samples
 GIVEN = pytest.mark.parametrize("image", [False, True], ids=["t2v", "i2v"])
 
@@ -38,13 +38,7 @@ GIVEN = pytest.mark.parametrize("image", [False, True], ids=["t2v", "i2v"])
 def make_transformer(seed: int = 0, **changes: Any) -> HunyuanVideo15Transformer3DModel:
     torch.manual_seed(seed)
     sizes = {"attention_head_dim": 32, "text_embed_dim": 24, "text_embed_2_dim": 20, "image_embed_dim": 12}
-    model = hunyuan15_transformer(**sizes | changes)
-    for name, parameter in model.named_parameters():
-        if "norm" in name and "linear" not in name:  # norms of exactly 1 and 0 would hide a norm that is left out
-            nn.init.normal_(parameter, mean=1.0, std=0.3)
-        if "norm" in name and "linear" in name:  # gates and shifts that are nearly zero would hide what they gate
-            nn.init.normal_(parameter, std=0.2)
-    return model
+    return with_lively_norms(hunyuan15_transformer(**sizes | changes))
 
 
 def ours(model: HunyuanVideo15Transformer3DModel, recipe: str = "bf16", **options: Any) -> HunyuanVideo15Transformer3DModel:
@@ -75,34 +69,17 @@ def make_inputs(
 
 
 def outputs_and_gradients(model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
-    """`out`, and by name."""
-    model.zero_grad()
-    out = FAMILY.forward(model, *inputs)
-    out.float().square().mean().backward()
-    return {"out": out.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def relative(xs: dict[str, Tensor], truths: dict[str, Tensor]) -> dict[str, float]:
-    """Errors in L2, each relative to its truth. Some gradients are nothing but rounding (a bias of all keys alike moves no softmax): none is taken
-    for smaller than 1e-3 of the largest."""
-    floor = 1e-3 * max(float(truth.norm()) for name, truth in truths.items() if name != "out")
-    assert xs.keys() == truths.keys()
-    return {name: float((xs[name] - truth).norm()) / max(float(truth.norm()), floor) for name, truth in truths.items()}
-
-
-def fused(model: HunyuanVideo15Transformer3DModel) -> HunyuanVideo15Transformer3DModel:
-    """Module by module: the transformer's own method doesn't reach them, and diffusers' processor goes on with the projections that were there."""
-    for layer in FAMILY.attention_layers(model):
-        layer.module.fuse_projections()  # type: ignore[operator]
-    return model
-
-
-def in_bf16(model: HunyuanVideo15Transformer3DModel) -> HunyuanVideo15Transformer3DModel:
-    return model.to(torch.bfloat16)
+    """`out`, and gradients by name. What projects an image has, without one, a gradient of zero in diffusers, which runs it on nothing, and none in
+    our forward: here zero, too."""
+    found = transformers.outputs_and_gradients(FAMILY, model, inputs)
+    if "image_latents" not in inputs[2]:
+        unused = {name: p for name, p in model.named_parameters() if name.startswith("image_embedder.") and p.grad is None}
+        found |= {name: torch.zeros_like(p) for name, p in unused.items()}
+    return found
 
 
 @GIVEN
-@pytest.mark.parametrize("convert", [lambda m: m, in_bf16, fused], ids=["fp32", "bf16", "fused"])
+@pytest.mark.parametrize("convert", [lambda m: m, in_bf16, partial(transformers.fused_one_by_one, FAMILY)], ids=["fp32", "bf16", "fused"])
 def test_bf16_recipe_is_bitwise_the_stock_transformer(convert: Callable, image: bool) -> None:
     """Video, and every parameter's gradient: with our processors, with our forward, too, and then with our forward alone."""
     model = convert(make_transformer())
@@ -115,11 +92,8 @@ def test_bf16_recipe_is_bitwise_the_stock_transformer(convert: Callable, image: 
     results.append(outputs_and_gradients(model, inputs))
     uninstall(model)
     results.append(outputs_and_gradients(model, inputs))
-    for result in results:
-        unused = stock.keys() - result.keys()  # what projects an image: without one, diffusers runs it on nothing for a gradient of zero
-        assert all(name.startswith("image_embedder.") and not image and not stock[name].any() for name in unused)
-        assert len(result) > 100
-        assert [name for name in result if not torch.equal(result[name], stock[name])] == []
+    assert len(stock) > 100
+    assert [different(result, stock) for result in results] == [[]] * 3
 
 
 def test_zeros_for_an_image_are_no_image() -> None:
@@ -139,16 +113,7 @@ def test_zeros_for_an_image_are_no_image() -> None:
 
 
 def test_bf16_recipe_is_bitwise_the_stock_processor_under_autocast() -> None:
-    model = make_transformer()
-    inputs = make_inputs()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        stock = outputs_and_gradients(model, inputs)
-        ours(model)
-        seen: list[torch.dtype] = []
-        observe(model, lambda name, q, k, v: seen.extend((q.dtype, k.dtype, v.dtype)))
-        result = outputs_and_gradients(model, inputs)
-    assert set(seen) == {torch.bfloat16}
-    assert [name for name in result if not torch.equal(result[name], stock[name])] == []
+    transformers.assert_same_under_autocast(outputs_and_gradients, make_transformer(), make_inputs(), ours)
 
 
 class LargestMask(TorchDispatchMode):
@@ -192,42 +157,21 @@ def test_forward_needs_no_numbers_from_the_device(recipe: str | None) -> None:
         assert FAMILY.forward(model, x, t_B, fakes).shape == x.shape
 
 
-class Naive(torch.autograd.Function):
-    """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D), under diffusers' mask (B, 1, N, N)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        q, k, v = (x.detach().transpose(1, 2) for x in (q, k, v))
-        ctx.naive = NaiveAttention(q, k, v, RECIPES["attn_qat"], kv_len=mask[:, 0, 0].sum(dim=1))
-        return ctx.naive.forward()[0].transpose(1, 2).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return *(x.transpose(1, 2).float() for x in ctx.naive.backward(grads[0].transpose(1, 2))), None
-
-
 @GIVEN
-def test_quantised_gradients_are_those_of_an_independent_evaluation(image: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_gradients_are_those_of_an_independent_evaluation(image: bool) -> None:
     """Through the whole model: diffusers' stock forward and processors around an attention of single rows in fp64, which shares nothing with ours."""
     model = make_transformer(attention_head_dim=16)
     inputs = make_inputs(image)
-    unquantised = outputs_and_gradients(model, inputs)
     plain = F.scaled_dot_product_attention
 
     def naive(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, **options: Any) -> Tensor:
         if query.shape[2] == 11:  # the refiner's
             return plain(query, key, value, attn_mask, **options)
-        return Naive.apply(query, key, value, attn_mask)
+        return naive_sdpa(query, key, value, attn_mask[:, 0, 0].sum(dim=1))  # of a mask (B, 1, N, N)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(F, "scaled_dot_product_attention", naive)
-        expected = outputs_and_gradients(model, inputs)
-    result = outputs_and_gradients(ours(model, "attn_qat", kernel="torch"), inputs)
-    unused = {name for name in expected.keys() - result.keys() if name.startswith("image_embedder.") and not image}
-    expected, unquantised = ({name: x for name, x in found.items() if name not in unused} for found in (expected, unquantised))
-    # A code that hangs on the last bits of its input may fall either way; without quantisation everything is further off.
-    assert {name: error for name, error in relative(result, expected).items() if error > 2e-3} == {}
-    plain_errors = relative(unquantised, expected)
+    plain_errors = transformers.assert_gradients_of_an_independent_evaluation(
+        lambda: outputs_and_gradients(model, inputs), naive, lambda: ours(model, "attn_qat", kernel="torch")
+    )
     touched = [
         plain_errors[f"transformer_blocks.0.attn.{part}.weight"] for part in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj")
     ]
@@ -357,12 +301,8 @@ def on_each_rank(degree: int) -> dict[str, float]:
             model = make_transformer(num_attention_heads=4, attention_head_dim=16)
             inputs = make_inputs(image=recipe == "attn_qat", frames=3, num_text=13)  # 45 video tokens; 13, 3 and perhaps 5 of text
             ours(model, recipe.removesuffix("_packed"))
-            whole = outputs_and_gradients(model, inputs)
-            shard_sequence(model, Ulysses(mesh.sp_group, "packed" if recipe.endswith("packed") else "bf16"))
-            divided = outputs_and_gradients(model, inputs)
-            for name in divided.keys() - {"out"}:
-                dist.all_reduce(divided[name])
-            found[recipe] = max(relative(divided, whole).values())
+            ulysses = Ulysses(mesh.sp_group, "packed" if recipe.endswith("packed") else "bf16")
+            found[recipe] = transformers.error_of_division(outputs_and_gradients, model, inputs, ulysses)
     return found
 
 

@@ -11,7 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Pipeline
-from helpers.pipelines import change_weights
+from helpers.pipelines import (
+    assert_a_function_of_its_configuration,
+    assert_from_scratch_is_a_function_of_the_seed,
+    change_weights,
+    draw_video,
+    edited,
+    mosaic_of,
+    record_calls,
+)
 from PIL import Image
 from torch import Tensor
 
@@ -63,28 +71,9 @@ def engine(tiny: Path) -> Engine:
     return Engine(tiny, RuntimeConfig(device="cpu", dtype="float32"))
 
 
-def draw_video(frames: int = 9) -> Tensor:
-    return torch.rand(1, 3, frames, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-def edited(tiny: Path, out: Path, file: str, **changes: Any) -> Path:
-    """A copy without weights, one of its JSON files changed."""
-    folder = Path(shutil.copytree(tiny, out, ignore=shutil.ignore_patterns("*.safetensors")))
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
 def test_tiny_pipeline_is_a_function_of_its_configuration(tiny: Path, tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    for seed in (0, 1):
-        build_pipeline(ExampleModelConfig(out=str(tmp_path / str(seed)), family="hunyuan15", num_layers=2, head_dim=32, seed=seed))
-    assert torch.equal(before, torch.get_rng_state())
-    files = {path.relative_to(tiny): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
-    assert {name: (tmp_path / "0" / name).read_bytes() for name in files} == files
-    changed = {str(name) for name, content in files.items() if (tmp_path / "1" / name).read_bytes() != content}
     weights = {"transformer/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors", "text_encoder_2/model.safetensors"}
-    assert changed == weights
+    assert_a_function_of_its_configuration(tiny, tmp_path, "hunyuan15", weights)
 
 
 # --- what is encoded
@@ -153,16 +142,10 @@ def test_video_is_coded_as_a_mosaic_and_decoded_by_the_pipeline(engine: Engine) 
     pipeline = HunyuanVideo15Pipeline(**engine.pipeline.components | {"scheduler": scheduler})
     pipeline.set_progress_bar_config(disable=True)
     frames = pipeline("a bag", height=32, width=48, num_frames=9, num_inference_steps=1, latents=latents, output_type="pt").frames
-    first, rest = F.avg_pool3d(video[:, :, :1], (1, 4, 4)), F.avg_pool3d(video[:, :, 1:], (4, 4, 4))
-    blocks = torch.cat([first, rest.repeat_interleave(4, 2)], 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
-    torch.testing.assert_close(frames.transpose(1, 2) * 2 - 1, blocks, atol=2e-3, rtol=0)
+    torch.testing.assert_close(frames.transpose(1, 2) * 2 - 1, mosaic_of(video), atol=2e-3, rtol=0)
 
 
 # --- what the transformer is told
-
-
-def record_calls(transformer: torch.nn.Module, seen: list[tuple[dict[str, Any], Tensor]]) -> Any:
-    return transformer.register_forward_hook(lambda module, args, kwargs, out: seen.append((kwargs, out[0])), with_kwargs=True)
 
 
 def test_forward_is_what_the_pipeline_computes(stock: Any, tiny: Path) -> None:
@@ -383,9 +366,4 @@ def test_tokens_are_what_the_transformer_sees(tiny: Path) -> None:
 
 
 def test_from_scratch_is_a_function_of_the_seed(tiny: Path) -> None:
-    states = [FAMILY.load_transformer(tiny, "transformer", dtype=torch.bfloat16, from_scratch=True, seed=seed).state_dict() for seed in (5, 5, 6)]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert not torch.equal(states[0]["proj_out.weight"], states[2]["proj_out.weight"])
-    built = FAMILY.build(tiny, "transformer")
-    assert {name: value.shape for name, value in built.state_dict().items()} == {name: value.shape for name, value in states[0].items()}
-    assert all(parameter.is_meta for parameter in built.parameters())
+    assert_from_scratch_is_a_function_of_the_seed(FAMILY, tiny)

@@ -1,6 +1,5 @@
 """HunyuanVideo's seam to diffusers' pipeline: what is encoded, told and decoded is what the pipeline itself encodes, tells and decodes."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -9,11 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from diffusers import FlowMatchEulerDiscreteScheduler, HunyuanVideoPipeline
 from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE
 from helpers.engines import tiny_job
-from helpers.pipelines import change_weights
+from helpers.pipelines import (
+    assert_a_function_of_its_configuration,
+    assert_from_scratch_is_a_function_of_the_seed,
+    change_weights,
+    draw_video,
+    edited,
+    mosaic_of,
+    record_calls,
+)
 from torch import Tensor
 
 from videoqat.config import ExampleModelConfig, ParallelConfig, RuntimeConfig, SamplingConfig
@@ -53,32 +59,14 @@ def engine(tiny: Path) -> Engine:
     return Engine(tiny, RuntimeConfig(device="cpu", dtype="float32"))
 
 
-def draw_video(frames: int = 9) -> Tensor:
-    return torch.rand(1, 3, frames, 32, 48, generator=torch.Generator().manual_seed(0)) * 2 - 1
-
-
-def edited(tiny: Path, out: Path, file: str, **changes: Any) -> Path:
-    """A copy without weights, one of its JSON files changed."""
-    folder = Path(shutil.copytree(tiny, out, ignore=shutil.ignore_patterns("*.safetensors")))
-    path = folder / file
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-    return folder
-
-
 # --- the tiny pipeline
 
 
 def test_tiny_pipeline_is_a_function_of_its_configuration(tiny: Path, tmp_path: Path) -> None:
-    before = torch.get_rng_state()
-    for seed in (0, 1):
-        report = build_pipeline(ExampleModelConfig(out=str(tmp_path / str(seed)), family="hunyuanvideo", num_layers=2, head_dim=32, seed=seed))
-    assert torch.equal(before, torch.get_rng_state())
-    assert (report["components"], report["flow_shift"], report["tokens_per_clip"]) == (["transformer"], 7.0, 320)
-    files = {path.relative_to(tiny): path.read_bytes() for path in tiny.rglob("*") if path.is_file()}
-    assert {name: (tmp_path / "0" / name).read_bytes() for name in files} == files
-    changed = {str(name) for name, content in files.items() if (tmp_path / "1" / name).read_bytes() != content}
     encoders = {"text_encoder/model.safetensors", "text_encoder_2/model.safetensors"}
-    assert changed == {"transformer/diffusion_pytorch_model.safetensors"} | encoders
+    changed = {"transformer/diffusion_pytorch_model.safetensors"} | encoders
+    report = assert_a_function_of_its_configuration(tiny, tmp_path, "hunyuanvideo", changed)
+    assert (report["components"], report["flow_shift"], report["tokens_per_clip"]) == (["transformer"], 7.0, 320)
 
 
 def test_its_tokenizer_makes_of_the_template_what_the_pipeline_crops(stock: HunyuanVideoPipeline) -> None:
@@ -140,7 +128,7 @@ def test_forward_is_what_the_pipeline_computes(dtype: torch.dtype, tiny: Path) -
     """Time, guidance, texts and their masks; the pipeline's padding is what Llama made of it, ours is zeros."""
     pipeline = FAMILY.load_pipeline(tiny, device="cpu", dtype=dtype)
     seen: list[tuple[dict[str, Any], Tensor]] = []
-    pipeline.transformer.register_forward_hook(lambda module, args, kwargs, out: seen.append((kwargs, out[0])), with_kwargs=True)
+    record_calls(pipeline.transformer, seen)
     pipeline(PROMPTS[0], guidance_scale=1.0, **CALL)
     pipeline(PROMPTS[0], guidance_scale=6.0, **CALL)
     told = seen[3][0]["guidance"].item()
@@ -205,9 +193,7 @@ def test_decoding_undoes_encoding(frames: int, tiny: Path) -> None:
     assert latents.shape == (1, *FAMILY.geometry(tiny).latent_shape(frames, 32, 48))
     pipeline.scheduler.step = lambda prediction, t, sample, return_dict: (sample,)
     decoded = pipeline("a bag", latents=latents, **CALL | {"num_frames": frames, "num_inference_steps": 1, "output_type": "pt"}).frames
-    first, rest = F.avg_pool3d(video[:, :, :1], (1, 4, 4)), F.avg_pool3d(video[:, :, 1:], (4, 4, 4))
-    blocks = torch.cat([first, rest.repeat_interleave(4, 2)], 2).repeat_interleave(4, 3).repeat_interleave(4, 4)
-    torch.testing.assert_close(decoded.transpose(1, 2) * 2 - 1, blocks, atol=1e-4, rtol=0)
+    torch.testing.assert_close(decoded.transpose(1, 2) * 2 - 1, mosaic_of(video), atol=1e-4, rtol=0)
 
 
 def test_engine_renders_bitwise_the_stock_videos_under_bf16(engine: Engine, stock: HunyuanVideoPipeline) -> None:
@@ -273,13 +259,7 @@ def test_tokens_are_what_the_transformer_sees(tiny: Path) -> None:
 
 
 def test_from_scratch_is_a_function_of_the_seed(tiny: Path) -> None:
-    states = [FAMILY.load_transformer(tiny, "transformer", dtype=torch.bfloat16, from_scratch=True, seed=seed).state_dict() for seed in (5, 5, 6)]
-    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
-    assert not torch.equal(states[0]["proj_out.weight"], states[2]["proj_out.weight"])
-    assert {value.dtype for value in states[0].values()} == {torch.bfloat16}
-    built = FAMILY.build(tiny, "transformer")
-    assert {name: value.shape for name, value in built.state_dict().items()} == {name: value.shape for name, value in states[0].items()}
-    assert all(parameter.is_meta for parameter in built.parameters())
+    assert_from_scratch_is_a_function_of_the_seed(FAMILY, tiny)
 
 
 # --- what is refused, before weights are loaded

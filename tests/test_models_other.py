@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.attention_processor import AttnProcessor2_0
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
-from helpers.naive_attention import NaiveAttention
+from helpers.transformers import naive_sdpa
 from torch import Tensor, nn
 
 import videoqat
@@ -195,25 +195,12 @@ def test_fused_projections(name: str) -> None:
     assert torch.equal(run(model, inputs), stock)
 
 
-class Naive(torch.autograd.Function):
-    """`NaiveAttention` in the place of scaled_dot_product_attention: (B, H, N, D)."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        ctx.naive = NaiveAttention(*(x.detach().transpose(1, 2) for x in (q, k, v)), RECIPES["attn_qat"])
-        return ctx.naive.forward()[0].transpose(1, 2).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
-        return tuple(x.transpose(1, 2).float() for x in ctx.naive.backward(grads[0].transpose(1, 2)))
-
-
 SDPA = F.scaled_dot_product_attention
 
 
 def naive_but_for_cross(*args: Tensor, **options: Any) -> Tensor:
     q, k, v = args or (options.pop(name) for name in ("query", "key", "value"))
-    return Naive.apply(q, k, v) if q.shape[2] == k.shape[2] else SDPA(q, k, v, **options)
+    return naive_sdpa(q, k, v) if q.shape[2] == k.shape[2] else SDPA(q, k, v, **options)
 
 
 @pytest.mark.parametrize("name", MODELS)
