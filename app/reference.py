@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse
 from videoqat.pages import fill
 
 TEMPLATE = Path(__file__).with_name("reference.html.j2")
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'self'"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; frame-ancestors 'self'"  # data: is the empty icon
 BOUNDS = {
     "minimum": "at least {:.16g}",  # FastAPI makes floats of them
     "maximum": "at most {:.16g}",
