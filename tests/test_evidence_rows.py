@@ -160,7 +160,7 @@ def test_page_is_made_of_what_was_measured(made: tuple[EvidenceConfig, dict]) ->
         render("{{ row('MXFP4') }}", [told])
 
 
-@pytest.mark.parametrize("name", ["main", "tuning", "ablations", "short"])
+@pytest.mark.parametrize("name", ["main", "tuning", "ablations", "options", "short"])
 def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Path) -> None:
     given = {"base": tiny_pipeline, "cache": tiny_cache, "held_out": tiny_cache, "out": "table"}
     config = load(EvidenceConfig, f"evidence/{name}", [f"{key}={value}" for key, value in given.items()])
