@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,8 @@ import pytest
 from videoqat.commands import execute
 from videoqat.config import EvidenceConfig, Row, SamplingConfig, Training, load
 from videoqat.errors import ConfigError
-from videoqat.evaluation import evidence
-from videoqat.evaluation.evidence import chains, gather, plan, run
+from videoqat.evaluation import evidence_run
+from videoqat.evaluation.evidence_run import gather, jobs, missing, plan, run, wanted
 from videoqat.evaluation.evidence_table import render, summarise
 
 TRAIN = ["train.batch_size=2", "train.compute_dtype=float32", "train.health_every=0", "train.save_every=100"]
@@ -27,13 +28,13 @@ def in_this_process() -> Iterator[list[list[str]]]:
     """Commands are run here, one after the other: starting a process takes seconds. Yields the words of each."""
     begun: list[list[str]] = []
 
-    def command(runner: evidence._Runner, words: list[str], log: Path) -> None:
+    def command(runner: evidence_run._Runner, words: list[str], log: Path) -> None:
         begun.append(words)
         name = " ".join(words[: 1 + (words[0] == "evidence")])
         execute(name, None, words[1 + (words[0] == "evidence") :], show_config=False)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evidence._Runner, "_command", command)
+        patch.setattr(evidence_run._Runner, "_command", command)
         yield begun
 
 
@@ -64,7 +65,7 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
     assert losses["BF16"] != losses["NVFP4"]  # the same weights, other attention
     assert losses["BF16"] != losses["base"]  # other weights, the same attention
     assert rows["Attn-QAT"]["recipe"]["name"] == "attn_qat"
-    assert {training["name"]: len(training["grad_norm"]) for training in told["trainings"]} == {"bf16": 1, "qat": 1}  # step 1; then every tenth
+    assert {training["name"]: len(training["grad_norm"]) for training in told["trainings"]} == {"bf16": 3, "qat": 3}
     for name, row in rows.items():
         (video,) = row["videos"]
         assert video["seed"] == 3000
@@ -112,10 +113,68 @@ def test_a_training_that_fails_in_its_process_is_told(made: tuple[EvidenceConfig
     assert told["exit_code"] == 1
 
 
-def test_chains_with_the_reference_come_first_and_it_leads_them(made: tuple[EvidenceConfig, dict]) -> None:
-    first, rest = chains(replace(made[0], seeds=[0, 1]))
-    assert [(chain.seed, [row.name for row in chain.rows]) for chain in first] == [(0, ["BF16", "NVFP4"]), (1, ["BF16", "NVFP4"])]
-    assert [(chain.seed, [row.name for row in chain.rows]) for chain in rest] == [(0, ["base"]), (0, ["Attn-QAT"]), (1, ["base"]), (1, ["Attn-QAT"])]
+def test_jobs_stand_in_the_order_of_their_urgency(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    """Rows before trainings, the reference's before others; a row needs its weights and, for its videos, the reference's row."""
+    more = [Training("longer", "attn_qat", 4)]
+    config = replace(made[0], out=str(tmp_path), seeds=[0, 1], trainings=TRAININGS + more, rows=[*ROWS, Row("longer", "longer", videos=False)])
+    some = jobs(config)
+    rows = ["bf16", "nvfp4", "base", "attn-qat", "longer"]
+    assert [job.name for job in some[:10]] == [f"{name}-seed{seed}" for name in rows for seed in (0, 1)]
+    assert [job.name for job in some[10:]] == [f"{name}-seed{seed}" for name in ("bf16", "longer", "qat") for seed in (0, 1)]
+    needs = {job.name: [str(path.relative_to(tmp_path)) for path in job.needs if tmp_path in path.parents] for job in some}
+    assert needs["bf16-seed1"] == []  # the training's: the row of that name comes first
+    assert [str(path.relative_to(tmp_path)) for path in some[1].needs] == ["trainings/bf16-seed1/model"]
+    assert needs["nvfp4-seed1"] == ["trainings/bf16-seed1/model", "rows/bf16-seed1/result.json"]
+    assert needs["base-seed1"] == ["rows/bf16-seed1/result.json"]
+    assert needs["longer-seed0"] == []
+    assert "prompts" not in " ".join(some[8].commands[0][0])
+
+
+def test_the_base_is_measured_once_where_no_video_would_differ(made: tuple[EvidenceConfig, dict]) -> None:
+    config = replace(made[0], seeds=[0, 1], rows=[*ROWS, Row("base NVFP4", "", "attn_qat", videos=False)])
+    assert [seed for row, seed in wanted(config) if row.name == "base"] == [0, 1]
+    assert [seed for row, seed in wanted(config) if row.name == "base NVFP4"] == [0]
+    assert [seed for row, seed in wanted(replace(config, prompts="")) if row.name == "base"] == [0]
+
+
+def test_rows_of_weights_that_must_be_trained_again_are_measured_again(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    """BF16 and NVFP4 share weights; of these only the results were kept, and one is missing."""
+    shutil.copytree(Path(made[0].out) / "rows", tmp_path / "rows")
+    config = replace(made[0], out=str(tmp_path))
+    assert missing(config) == []
+    (tmp_path / "rows" / "nvfp4-seed3" / "result.json").unlink()
+    assert [row.name for row, _ in missing(config)] == ["BF16", "NVFP4"]
+    assert [job.name for job in jobs(config)] == ["bf16-seed3", "nvfp4-seed3", "bf16-seed3"]
+    told = run(replace(config, minutes=1e-9))  # no time
+    assert [row["name"] for row in told["rows"]] == ["base", "Attn-QAT"]  # the old one is gone: it must not stand beside the new
+
+
+def test_places_are_filled_as_soon_as_what_a_job_needs_is_there(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    """Three places: both trainings and the base's row begin at once; what fails blocks only what needs it."""
+    at_work, most, order = [0], [0], []
+
+    def command(runner: evidence_run._Runner, words: list[str], log: Path) -> str | None:
+        at_work[0] += 1
+        most[0] = max(most[0], at_work[0])
+        time.sleep(0.05)
+        at_work[0] -= 1
+        order.append(log.parent.name + ("" if words[0] == "evidence" else f" {words[0]}"))
+        if "trainings/qat-seed3" in str(log):
+            return "failed"
+        target = log.parent / ("result.json" if words[0] == "evidence" else "model")
+        if words[0] != "train":
+            target.touch()
+        return None
+
+    rows = [replace(row, videos=row.name != "base") for row in ROWS]
+    config = replace(made[0], out=str(tmp_path), rows=rows, at_once=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evidence_run._Runner, "_command", command)
+        problems = evidence_run._Runner(config).run(jobs(config))
+    assert problems == ["qat-seed3: train failed"]
+    assert most == [3]
+    assert set(order[:3]) == {"base-seed3", "bf16-seed3 train", "qat-seed3 train"}
+    assert order[3:] == ["bf16-seed3 export", "bf16-seed3", "nvfp4-seed3"]
 
 
 def _row(name: str, seed: int, losses: list[float]) -> dict:
@@ -164,8 +223,8 @@ def test_page_is_made_of_what_was_measured(made: tuple[EvidenceConfig, dict]) ->
 def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Path) -> None:
     given = {"base": tiny_pipeline, "cache": tiny_cache, "held_out": tiny_cache, "out": "table"}
     config = load(EvidenceConfig, f"evidence/{name}", [f"{key}={value}" for key, value in given.items()])
-    first, rest = chains(config)
-    assert sum(len(chain.rows) for chain in first + rest) == len(config.rows) * len(config.seeds)
+    of_base = sum(not row.training for row in config.rows)
+    assert len(wanted(config)) == (len(config.rows) - of_base) * len(config.seeds) + of_base  # without captions
     assert {row.training for row in config.rows} - {""} == {training.name for training in config.trainings}
     # A gap is what attention costs, and not what more steps win, only between weights trained as long; the plain row's, of the same weights.
     steps, rows = {"": 0, **{training.name: training.steps for training in config.trainings}}, {row.name: row for row in config.rows}

@@ -39,8 +39,9 @@ COMMANDS: dict[str, Command] = {
     "example-model": Command(
         cfg.ExampleModelConfig,
         "videoqat.models.tiny:build_pipeline",
-        "build a tiny pipeline (a diffusers folder; Wan, CogVideoX or HunyuanVideo) offline from configuration",
-        "videoqat example-model out=tiny-wan",
+        "build a tiny pipeline (a diffusers folder; Wan, CogVideoX or HunyuanVideo) offline from configuration, or unpack the trained one",
+        "videoqat example-model weights=embedded out=garments",
+        "videoqat.models.tiny:plan",
     ),
     "preprocess": Command(
         cfg.PreprocessConfig,
@@ -115,10 +116,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "evidence run": Command(
         cfg.EvidenceConfig,
-        "videoqat.evaluation.evidence:run",
+        "videoqat.evaluation.evidence_run:run",
         "train one base in several ways, with several seeds, and measure each under several recipes: the rows of a table, resumable one by one",
         "videoqat evidence run --config evidence/short base=tiny-wan cache=cache held_out=cache_held_out out=evidence",
-        "videoqat.evaluation.evidence:plan",
+        "videoqat.evaluation.evidence_run:plan",
     ),
     "evidence measure": Command(
         cfg.MeasureConfig,

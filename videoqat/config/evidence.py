@@ -1,13 +1,18 @@
 """What the evidence can be told: the table, one of its measurements, and the judges of generated videos."""
 
+import dataclasses
+import json
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from omegaconf import MISSING
 
 from videoqat.config.checks import choice, existing, model_folder, require
 from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
-from videoqat.recipes import get_recipe
+from videoqat.errors import ConfigError
+from videoqat.recipes import FORWARD_FIELDS, AttentionRecipe, get_recipe, kept_fields, recipe_from_dict
 
 
 @dataclass
@@ -66,6 +71,35 @@ class Row:
     recipe: str = "bf16"
     reference: str = ""  # the row that its loss is held against, such as BF16 after as many steps; empty: the table's
     plain: str = ""  # likewise, the row whose gap is what there is to win back
+    changes: dict[str, Any] = field(default_factory=dict)  # fields of the recipe that are otherwise
+    keep: int = 0  # so many blocks in bf16: the worst ones, as the table's `sensitivity` has them
+    videos: bool = True  # whether to make and judge videos, where the table has captions: most of what a row costs
+
+    def resolve(self, sensitivity: str) -> AttentionRecipe:
+        """The recipe of this row.
+
+        Args:
+            sensitivity: the table's.
+
+        Raises:
+            ConfigError: changes that no recipe has; a `sensitivity` that can't be read, of another recipe, or of fewer blocks than are to be kept.
+        """
+        recipe = get_recipe(self.recipe)
+        if self.changes:
+            recipe = recipe_from_dict({**recipe.to_dict(), **self.changes, "name": f"{recipe.name}, {self.name}"}, f"rows: changes of {self.name!r}")
+        if not self.keep:
+            return recipe
+        try:
+            found = json.loads(Path(sensitivity).read_text())
+            measured, components, path = recipe_from_dict(found["recipe"], sensitivity), found["components"], found["path"]
+            kept = {step["count"]: kept_fields(step["kept"], components) for step in path}
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"sensitivity={sensitivity!r} is no result of `videoqat sensitivity`: {error!r}") from error
+        for name in (*FORWARD_FIELDS, "keep_layers", "keep_layers_in", "keep_components"):
+            legal = f"a result for {name}={getattr(recipe, name)!r}, as recipe {recipe.name} of row {self.name!r} has it"
+            require(getattr(measured, name) == getattr(recipe, name), "sensitivity", sensitivity, legal)
+        require(self.keep in kept, f"rows: keep of {self.name!r}", self.keep, f"0 to {max(kept)}: the blocks in {sensitivity}")
+        return dataclasses.replace(recipe, name=f"{recipe.name}, {self.name}", **kept[self.keep])
 
 
 @dataclass
@@ -113,6 +147,7 @@ class EvidenceConfig:
     rows: list[Row] = field(default_factory=list)
     reference: str = ""  # the row that losses and videos are held against; empty: the first
     plain: str = ""  # the row whose gap is what there is to win back; empty: the second
+    sensitivity: str = ""  # what `videoqat sensitivity` found on other clips than held_out (sensitivity.json): for rows with `keep`
     seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     train: list[str] = field(default_factory=list)  # `key=value` of `train`, for all trainings
     samples: int = 256
@@ -135,7 +170,8 @@ class EvidenceConfig:
         trainings = ["", *(training.name for training in self.trainings)]
         for row in self.rows:
             choice(f"rows: training of {row.name!r}", row.training, trainings)
-            get_recipe(row.recipe)
+            require(row.keep >= 0, f"rows: keep of {row.name!r}", row.keep, "0 or more")
+            row.resolve(self.sensitivity)
             for key in ("reference", "plain"):
                 choice(f"rows: {key} of {row.name!r}", getattr(row, key), ["", *names])
         for training in self.trainings:
@@ -143,6 +179,14 @@ class EvidenceConfig:
             require(training.steps >= 1, f"trainings: steps of {training.name!r}", training.steps, "at least 1")
         for key in ("reference", "plain"):
             choice(key, getattr(self, key), ["", *names])
+        if any(row.keep for row in self.rows):
+            # Which blocks are worst must not be chosen by what then shows how good the choice was.
+            chosen_on = json.loads(Path(self.sensitivity).read_text())["settings"]["cache"]
+            require(Path(chosen_on).resolve() != Path(self.held_out).resolve(), "sensitivity", self.sensitivity, "one of other clips than held_out")
+        shown = next(row.videos for row in self.rows if row.name == (self.reference or names[0]))
+        require(
+            shown or not self.prompts or not any(row.videos for row in self.rows), "rows: videos of the reference", shown, "true, since others have"
+        )
         require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "one or more that differ")
         for key in ("samples", "timesteps", "at_once"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")

@@ -1,0 +1,288 @@
+"""A table of what 4-bit attention costs and what training wins back, made row by row: train from one base, export, measure; for several seeds.
+
+Everything is done by the commands that a person would type, each in a process of its own, several at a time on each device. A row that is there is
+not made again; a training goes on from its checkpoint. A row waits for its weights and, where it has videos, for the reference row of its seed, whose
+videos they are held against.
+
+    OUT/trainings/NAME-seed0/run, model     as train and export write them
+    OUT/recipes/NAME.yaml                   of rows that change a recipe
+    OUT/rows/NAME-seed0/result.json         what `evidence measure` found; videos/ beside it
+    OUT/evidence.json                       all of them: what the page's tables are made from (`evidence_table`)
+"""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from videoqat.config import EvidenceConfig, Row, Training, require, to_dict
+from videoqat.console import say
+from videoqat.evaluation.evidence import RESULT, has_judges
+from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.generation.engine import check_recipe, check_sampling
+from videoqat.generation.prompts import read_prompts
+from videoqat.provenance import provenance
+from videoqat.training import validation
+from videoqat.training.runlog import read_log
+
+DEVICE = "runtime.device="  # the word that a job's place completes
+GRACE_S = 60  # for a training that is told to stop, to save
+
+
+@dataclass(frozen=True)
+class Job:
+    """Commands that one process after the other runs on one device.
+
+    Attributes:
+        name: what is told of it where it fails; it stands in the log's folder, too.
+        commands: words of each, and where its output goes.
+        needs: what must be there before.
+    """
+
+    name: str
+    commands: tuple[tuple[list[str], Path], ...]
+    needs: tuple[Path, ...] = ()
+
+
+def _slug(name: str, seed: int) -> str:
+    return f"{re.sub(r'[^a-z0-9.+-]+', '-', name.lower())}-seed{seed}"
+
+
+def _row_folder(config: EvidenceConfig, name: str, seed: int) -> Path:
+    return Path(config.out) / "rows" / _slug(name, seed)
+
+
+def _training_folder(config: EvidenceConfig, name: str, seed: int) -> Path:
+    return Path(config.out) / "trainings" / _slug(name, seed)
+
+
+def _recipe_file(config: EvidenceConfig, row: Row) -> Path:
+    return Path(config.out) / "recipes" / f"{_slug(row.name, 0).removesuffix('-seed0')}.yaml"
+
+
+def wanted(config: EvidenceConfig) -> list[tuple[Row, int]]:
+    """Rows and seeds, the reference first. Without videos, what the base gives is the same for every seed: the first is enough."""
+    reference = config.reference or config.rows[0].name
+    rows = sorted(config.rows, key=lambda row: row.name != reference)
+    return [(row, seed) for row in rows for seed in config.seeds if row.training or (config.prompts and row.videos) or seed == config.seeds[0]]
+
+
+def missing(config: EvidenceConfig) -> list[tuple[Row, int]]:
+    """Of `wanted`, what is to be measured: what isn't there, and what is there of weights that are gone and must be trained again for another row.
+
+    No training gives the same weights twice on a GPU, and a row's gap is between measurements of one and the same.
+    """
+    there = {(row.name, seed): (_row_folder(config, row.name, seed) / RESULT).is_file() for row, seed in wanted(config)}
+    again = {
+        (row.training, seed)
+        for row, seed in wanted(config)
+        if row.training and not there[row.name, seed] and not (_training_folder(config, row.training, seed) / "model").exists()
+    }
+    return [(row, seed) for row, seed in wanted(config) if not there[row.name, seed] or (row.training, seed) in again]
+
+
+def jobs(config: EvidenceConfig) -> list[Job]:
+    """What is to be done, the most urgent first.
+
+    Rows come before trainings, so that something is there early, and those of the reference before others. Of the other trainings the longest comes
+    first, so that all places end at about the same time.
+    """
+    reference = config.reference or config.rows[0].name
+    rows = [_row_job(config, row, seed, reference) for row, seed in missing(config)]
+    urgent = {(row.training, seed): row.name == reference for row, seed in reversed(missing(config))}
+    trainings = [(training, seed) for training in config.trainings for seed in config.seeds if (training.name, seed) in urgent]
+    trainings = [pair for pair in trainings if not (_training_folder(config, pair[0].name, pair[1]) / "model").exists()]
+    trainings.sort(key=lambda pair: (not urgent[pair[0].name, pair[1]], -pair[0].steps))
+    return [*rows, *(_training_job(config, training, seed) for training, seed in trainings)]
+
+
+def _row_job(config: EvidenceConfig, row: Row, seed: int, reference: str) -> Job:
+    out, first = _row_folder(config, row.name, seed), _row_folder(config, reference, seed)
+    model = str(_training_folder(config, row.training, seed) / "model") if row.training else config.base
+    recipe = str(_recipe_file(config, row)) if row.keep or row.changes else row.recipe
+    words = ["evidence", "measure", f"model={model}", f"recipe={recipe}", f"cache={config.held_out}", f"out={out}"]
+    words += [f"samples={config.samples}", f"timesteps={config.timesteps}", f"seed={1000 * seed}"]
+    words += [f"sampling.{key}={json.dumps(value)}" for key, value in to_dict(config.sampling).items()]
+    needs = [Path(model)]
+    if config.prompts and row.videos:
+        words.append(f"prompts={config.prompts}")
+        if row.name != reference:
+            words.append(f"reference={first}")
+            needs.append(first / RESULT)
+    words += [DEVICE, f"runtime.kernel={config.runtime.kernel}", f"runtime.dtype={config.runtime.dtype}"]
+    return Job(out.name, ((words, out / "measure.log"),), tuple(needs))
+
+
+def _training_job(config: EvidenceConfig, training: Training, seed: int) -> Job:
+    folder = _training_folder(config, training.name, seed)
+    words = ["train", f"model.path={config.base}", f"cache={config.cache}", f"out={folder / 'run'}", f"recipe={training.recipe}"]
+    words += [f"train.steps={training.steps}", f"optimizer.lr={training.lr}", f"train.seed={seed}", DEVICE, f"runtime.kernel={config.runtime.kernel}"]
+    export = ["export", f"run={folder / 'run'}", f"out={folder / 'model'}"]
+    return Job(folder.name, (([*words, *config.train, *training.settings], folder / "train.log"), (export, folder / "export.log")))
+
+
+class _Runner:
+    """Runs jobs on devices, each as soon as what it needs is there and a device has a place, until the time is over."""
+
+    def __init__(self, config: EvidenceConfig) -> None:
+        self.end = time.monotonic() + 60 * config.minutes if config.minutes else None
+        device, _ = config.runtime.resolve()
+        names = [str(device)] if device.type == "cpu" or device.index is not None else [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        self.places = names * config.at_once
+        self._changed = threading.Condition()
+        self._waiting: list[Job] = []
+        self._running = 0
+        self._problems: list[str] = []
+
+    def run(self, some: list[Job]) -> list[str]:
+        """All of `some` that can be done; returns what went wrong, or isn't finished, a line for each. What needs that is not begun."""
+        self._waiting, self._problems = list(some), []
+        if len(self.places) == 1:
+            self._work(self.places[0])
+        else:
+            with ThreadPoolExecutor(len(self.places)) as pool:
+                for done in [pool.submit(self._work, place) for place in self.places]:
+                    done.result()
+        return self._problems
+
+    def _work(self, device: str) -> None:
+        while (job := self._next()) is not None:
+            try:
+                self._do(job, device)
+            finally:
+                with self._changed:
+                    self._running -= 1
+                    self._changed.notify_all()
+
+    def _do(self, job: Job, device: str) -> None:
+        for words, log in job.commands:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            problem = self._command([f"{DEVICE}{device}" if word == DEVICE else word for word in words], log)
+            if problem:
+                self._problems.append(f"{job.name}: {words[0]} {problem}")
+                return
+
+    def _next(self) -> Job | None:
+        """The next job whose needs are there; waits for jobs that others run to bring them. None: there is and will be none."""
+        with self._changed:
+            while True:
+                job = next((job for job in self._waiting if all(path.exists() for path in job.needs)), None)
+                if job is not None:
+                    self._waiting.remove(job)
+                    self._running += 1
+                if job is not None or not self._running:
+                    return job
+                self._changed.wait()
+
+    def _command(self, words: list[str], log: Path) -> str | None:
+        """Runs `videoqat WORDS`; None, or what is wrong with it."""
+        left = None if self.end is None else self.end - time.monotonic()
+        if left is not None and left <= 0:
+            return "was not begun: the time is over"
+        with open(log, "a") as output:
+            process = subprocess.Popen([sys.executable, "-m", "videoqat", *words], stdout=output, stderr=subprocess.STDOUT)
+            try:
+                code = process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)  # a training saves then
+                try:
+                    process.wait(GRACE_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                return "was stopped: the time is over"
+        if code == 0:
+            return None
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return f"ended with code {code}: {lines[-1] if lines else ''} (see {log})"
+
+
+def plan(config: EvidenceConfig) -> dict[str, Any]:
+    """What is to be done, as far as can be said without loading a weight: `trainings` and `rows` in all, and which rows are `missing`."""
+    config.validate()
+    validation.check_cache(config.held_out, [config.base], "held_out")
+    if config.prompts:
+        has_judges(read_prompts(config.prompts), config.sampling)
+        check_sampling(config.base, config.sampling)
+    for row in config.rows:
+        check_recipe(config.base, row.resolve(config.sensitivity), config.sampling)
+    rows, left = wanted(config), [str(_row_folder(config, row.name, seed)) for row, seed in missing(config)]
+    return {"trainings": len({(row.training, seed) for row, seed in rows if row.training}), "rows": len(rows), "missing": left}
+
+
+def run(config: EvidenceConfig) -> dict[str, Any]:
+    """Makes all rows that are missing and gathers what there is in `out`/evidence.json.
+
+    Returns:
+        What evidence.json holds (`gather`); and `problems`, with exit code 1 where there are any.
+
+    Raises:
+        UserError: bad input, before anything is begun; `out` with rows of other settings.
+    """
+    plan(config)
+    out = writable_folder("out", config.out)
+    _agree_with_earlier(config, out / "settings.json")
+    for row, seed in missing(config):
+        (_row_folder(config, row.name, seed) / RESULT).unlink(missing_ok=True)  # of other weights
+        if row.keep or row.changes:
+            with atomic_path(_recipe_file(config, row)) as aside:
+                aside.write_text(yaml.safe_dump(row.resolve(config.sensitivity).to_dict(), sort_keys=False))
+    problems = _Runner(config).run(jobs(config))
+    for problem in problems:
+        say(f"WARNING: {problem}")
+    gathered = gather(config)
+    write_json(out / "evidence.json", gathered)
+    say(f"{out / 'evidence.json'}: {len(gathered['rows'])} rows, {len(problems)} problems")
+    return gathered | {"problems": problems, "exit_code": 1 if problems else 0}
+
+
+def _agree_with_earlier(config: EvidenceConfig, record: Path) -> None:
+    """Rows, trainings and seeds may be added to what is there; what a name stands for, and all that rows share, must stay.
+
+    Raises:
+        ConfigError: it doesn't; the setting and its earlier value are named.
+    """
+    given = to_dict(config)
+    free = ("out", "rows", "trainings", "seeds", "at_once", "minutes", "sensitivity")
+    settings = {key: value for key, value in given.items() if key not in free}
+    settings |= {f"{kind} {one['name']!r}": one for kind in ("rows", "trainings") for one in given[kind]}
+    settings |= {f"recipe of row {row.name!r}": row.resolve(config.sensitivity).to_dict() for row in config.rows if row.keep}
+    earlier = json.loads(record.read_text()) if record.is_file() else {}
+    for key, value in settings.items():
+        require(earlier.get(key, value) == value, key, value, f"{earlier.get(key)!r}, as in {record.parent}; or another out")
+    write_json(record, earlier | settings)
+
+
+def gather(config: EvidenceConfig) -> dict[str, Any]:
+    """What there is in `config.out`.
+
+    Returns:
+        JSON-able: `rows` (name, training, seed and what `measure` found, without its configuration; those that are there), `trainings` (name, recipe,
+        steps, lr, settings, seed; `step` and `loss` of every tenth step; `grad_norm` of every step that was logged), `config`, `provenance`. Numbers
+        have seven digits.
+    """
+    rows, trainings = [], []
+    for row, seed in wanted(config):
+        result = _row_folder(config, row.name, seed) / RESULT
+        if result.is_file():
+            found = json.loads(result.read_text())
+            rows.append({"name": row.name, "training": row.training, "seed": seed, **{key: found[key] for key in found if key != "config"}})
+    for training in config.trainings:
+        for seed in config.seeds:
+            log = read_log(_training_folder(config, training.name, seed) / "run" / "log.jsonl")
+            tenth = [entry for entry in log if entry["step"] % 10 == 0 or entry["step"] == 1]
+            about = {key: getattr(training, key) for key in ("name", "recipe", "steps", "lr", "settings")}
+            about |= {"seed": seed} | {key: [entry[key] for entry in tenth] for key in ("step", "loss")}
+            trainings.append(about | {"grad_norm": [entry["grad_norm"] for entry in log]})
+    told = {"config": to_dict(config), "rows": rows, "trainings": trainings, "provenance": provenance(str(config.runtime.resolve()[0]))}
+    rounded: dict[str, Any] = json.loads(json.dumps(told), parse_float=lambda digits: float(f"{float(digits):.7g}"))
+    return rounded
