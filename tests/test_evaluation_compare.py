@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 from helpers.pipelines import change_weights, enliven
+from helpers.videos import random_st_lpips
 
 from videoqat.config import CompareConfig, CompareEntry, RuntimeConfig, SamplingConfig
 from videoqat.data.video_io import read_video
@@ -14,6 +15,7 @@ from videoqat.errors import NonFiniteVideo, UserError
 from videoqat.evaluation import compare as compare_module
 from videoqat.evaluation.compare import compare, plan
 from videoqat.evaluation.fidelity import fidelity, flicker
+from videoqat.evaluation.st_lpips import StLpips
 from videoqat.generation.engine import Engine
 from videoqat.generation.prompts import read_prompts
 
@@ -32,6 +34,7 @@ def models(tiny_pipeline, tiny_cache, tmp_path_factory):
     (root / "run" / "log.jsonl").write_text("".join(json.dumps({"step": i, "loss": 1 / i}) + "\n" for i in (1, 2, 3)))
     (root / "prompts.txt").write_text("# what to show\n\n" + "\n".join(PROMPTS) + "\n")
     (root / "cache").symlink_to(tiny_cache)
+    random_st_lpips(root / "st_lpips.pth")
     return root
 
 
@@ -48,6 +51,7 @@ def config_for(models, out, **changes) -> CompareConfig:
         "validation_cache": str(models / "cache"),
         "validation_samples": 2,
         "validation_timesteps": 2,
+        "st_lpips": str(models / "st_lpips.pth"),
         "out": str(out),
         "sampling": SAMPLING,
         "runtime": CPU,
@@ -77,6 +81,7 @@ def test_videos_are_those_of_the_engine(models, finished):
     assert loaded == [str(models / "base"), str(models / "tuned")]  # each once
     assert len(list((out / "videos").iterdir())) == (3 + 1) * 2
     engines = {name: Engine(models / name, CPU) for name in ("base", "tuned")}
+    network = StLpips(models / "st_lpips.pth")
     pairs = {"BF16": ("base", "bf16"), "tuned": ("tuned", "attn_qat"), "FP4 / 1": ("base", "attn_qat")}
     for prompt in PROMPTS:
         frames = {name: engines[model].generate(prompt, 3, SAMPLING, recipe).frames for name, (model, recipe) in pairs.items()}
@@ -85,7 +90,8 @@ def test_videos_are_those_of_the_engine(models, finished):
             if video["entry"] == "BF16":
                 assert video["fidelity"] is None
             else:
-                assert video["fidelity"] == fidelity(frames["BF16"], frames[video["entry"]])
+                assert video["fidelity"] == fidelity(frames["BF16"], frames[video["entry"]], network)
+                assert video["fidelity"]["st_lpips_mean"] > 0
                 assert not video["fidelity"]["identical"]
             stored, _ = read_video(out / video["file"])
             luma = [f.astype(float) @ (0.299, 0.587, 0.114) for f in (stored, frames[video["entry"]])]
@@ -96,7 +102,9 @@ def test_report_holds_every_measurement(finished):
     out, report, _ = finished
     assert json.loads((out / "report.json").read_text()) == {k: v for k, v in report.items() if k not in ("report_html", "report_json")}
     assert report["floor"]["identical_videos"] == report["floor"]["videos"] == 2  # a CPU repeats itself
+    assert report["floor"]["st_lpips_mean"] == 0
     reference, tuned, fp4 = report["entries"]
+    assert fp4["fidelity"]["st_lpips_mean"] == np.mean([v["fidelity"]["st_lpips_mean"] for v in report["videos"] if v["entry"] == fp4["name"]])
     assert (reference["fidelity"], reference["layers"]) == (None, {})
     assert set(fp4["layers"]) == {"blocks.0.attn1", "blocks.1.attn1"}
     assert all(0.01 < layer["relative_error"] < 0.5 for layer in fp4["layers"].values())
@@ -108,6 +116,7 @@ def test_report_holds_every_measurement(finished):
     assert reference["training"]["loss"] == [1, 1 / 2, 1 / 3]
     assert tuned["training"] is None
     html = (out / "report.html").read_text()
+    assert f"{fp4['fidelity']['st_lpips_mean']:.4f}" in html
     assert html.count("data:video/mp4;base64,") == 6
     assert "<b>bag</b>" not in html
     assert "a &lt;b&gt;bag&lt;/b&gt; moves up" in html
@@ -173,6 +182,7 @@ def test_other_settings_are_refused_and_nothing_changes(models, finished, tmp_pa
     others = {
         r"sampling\.num_inference_steps=2, not 3": {"sampling": dataclasses.replace(SAMPLING, num_inference_steps=3)},
         r"seeds\[0\]=3, not 4": {"seeds": [4]},
+        r"st_lpips\.absent=None, not 'st_lpips=none'": {"st_lpips": "none"},
         r"entries\[2\]\.recipe='attn_qat', not 'sage3'": {"entries": [*entries[:2], dataclasses.replace(entries[2], recipe="sage3")]},
     }
     for words, changes in others.items():
@@ -229,6 +239,8 @@ def test_bad_input_is_named_before_weights_are_loaded(models, tmp_path, monkeypa
         ({"sampling": dataclasses.replace(SAMPLING, width=24)}, "width 24.*32"),
         ({"validation_cache": str(models / "base")}, "no finished cache"),
         ({"runtime": RuntimeConfig(device="cpu", kernel="sdpa")}, "sdpa.*attn_qat"),
+        ({"st_lpips": "yes"}, "st_lpips='yes' is not legal; legal: auto .*, installed"),
+        ({"st_lpips": str(empty)}, "empty.txt holds no weights of ST-LPIPS"),
     ]
     for changes, words in cases:
         with pytest.raises(UserError, match=words) as error:

@@ -177,6 +177,28 @@ def test_numbers_in_the_page_are_those_of_the_report(page, tmp_path):
     assert "videoqat <compare>" in page.text
 
 
+def test_st_lpips_has_its_column_where_it_was_measured_and_else_says_why(page, tmp_path):
+    assert "ST-LPIPS" not in page.text  # a report of an earlier version
+    report = json.loads((tmp_path / "report.json").read_text())
+    report["floor"] |= {"psnr_mean": 30.0, "psnr_min": 29.0, "ssim_mean": 0.9, "ssim_min": 0.8, "identical_videos": 0}
+    (tmp_path / "report.json").write_text(json.dumps(report | {"st_lpips": {"absent": "its weights are elsewhere"}}))
+    page = Page(write_report(tmp_path).read_text())
+    assert "No ST-LPIPS: its weights are elsewhere." in page.text
+    assert page.text.count("ST-LPIPS") == 1
+    found = [report["floor"], report["entries"][1]["fidelity"], *(video["fidelity"] for video in report["videos"] if video["fidelity"])]
+    for number, one in enumerate(found, start=1):
+        one |= {"st_lpips_mean": 0.01 * number, "st_lpips_max": 0.015 * number}
+    (tmp_path / "report.json").write_text(json.dumps(report | {"st_lpips": {"sha256": "b356"}}))
+    page = Page(write_report(tmp_path).read_text())
+    assert page.open == []
+    heads = [tag for tag, _ in page.tags].count("th")
+    assert heads == 8 + 2  # columns, and a row for each entry
+    assert "0.0100worst 0.0150" in page.text  # the floor, in the reference's row
+    assert "0.0200worst 0.0300" in page.text
+    assert "30.0 dB apart, SSIM 0.900, ST-LPIPS 0.0100" in page.text
+    assert page.text.count(", ST-LPIPS 0.0") == 1 + 2  # and below each video of the second entry
+
+
 def test_caveats_follow_what_was_measured(tmp_path):
     for folder, options in {"a": {}, "b": {"emulated": False, "same": True, "validation": False, "training": False}}.items():
         (tmp_path / folder).mkdir()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.pipelines import enliven
+from helpers.videos import random_st_lpips
 
 from videoqat.config import GenerateConfig, GenerationRuntimeConfig, SamplingConfig
 from videoqat.errors import ConfigError, NonFiniteVideo, UserError
@@ -82,7 +83,8 @@ def test_compare_renders_the_same_seeds_by_each_recipe_and_reports(config, tmp_p
         original(self, folder, *args, **options)
 
     monkeypatch.setattr(Engine, "__init__", counting)
-    config = dataclasses.replace(config, compare=["bf16", "attn_qat"])
+    weights = random_st_lpips(tmp_path / "st_lpips.pth")
+    config = dataclasses.replace(config, compare=["bf16", "attn_qat"], st_lpips=str(weights))
     planned = pairs.plan(config)
     assert {name: one["recipe"]["name"] for name, one in planned["folders"].items()} == {"bf16": "bf16", "attn_qat": "attn_qat", "bf16-again": "bf16"}
     assert not (tmp_path / "out").exists()
@@ -98,6 +100,8 @@ def test_compare_renders_the_same_seeds_by_each_recipe_and_reports(config, tmp_p
     fidelity = report["entries"][1]["fidelity"]
     assert (fidelity["videos"], fidelity["identical_videos"]) == (2, 0)
     assert 5 < fidelity["psnr_mean"] < 60
+    assert fidelity["st_lpips_mean"] > report["floor"]["st_lpips_mean"] == 0
+    assert report["st_lpips"]["sha256"]
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<video") == 4
     assert "as they are in the mp4 files" in page
@@ -120,6 +124,8 @@ def test_compare_renders_the_same_seeds_by_each_recipe_and_reports(config, tmp_p
         ({"compare": ["bf16", "attn_qat"], "recipe": "sage3"}, "recipe='sage3'.*compare"),
         ({"compare": ["bf16", "attn_qat"], "prompts": "", "prompt": "a", "out": "a.mp4"}, "compare=.*prompts=FILE"),
         ({"warm_up": True, "prompts": "", "prompt": "a", "out": "a.mp4"}, "warm_up=True.*prompts=FILE"),
+        ({"st_lpips": "installed"}, "st_lpips='installed'.*without compare="),
+        ({"compare": ["bf16", "attn_qat"], "st_lpips": "no"}, "st_lpips='no'.*legal: auto"),
         ({"runtime": dataclasses.replace(CPU, device="cuda", compile=True, offload="sequential")}, "runtime.compile=True.*sequential"),
     ],
 )

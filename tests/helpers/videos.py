@@ -1,6 +1,7 @@
 """Small videos made for a test, and where real ones lie."""
 
 import importlib.util
+import math
 import subprocess
 from fractions import Fraction
 from pathlib import Path
@@ -55,3 +56,16 @@ def ffmpeg(*arguments: str) -> bytes:
 
     command = [imageio_ffmpeg.get_ffmpeg_exe(), "-hide_banner", "-loglevel", "error", "-nostdin", "-y", *arguments]
     return subprocess.run(command, check=True, capture_output=True).stdout
+
+
+def random_st_lpips(path: Path) -> Path:
+    """A file of weights for ST-LPIPS, drawn at random: distances that mean nothing, but are there, and are large where frames differ much."""
+    import torch
+
+    from videoqat.evaluation.st_lpips import SHAPES
+
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) / math.sqrt(math.prod(shape[1:])) for name, shape in SHAPES.items()}
+    weights |= {name: weights[name].abs() for name in SHAPES if name.startswith("lin") or name.endswith("scale")}
+    torch.save(weights, path)
+    return path

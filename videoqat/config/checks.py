@@ -25,6 +25,12 @@ def existing(key: str, value: str, *, folder: bool = False) -> None:
     require(path.is_dir() if folder else path.is_file(), key, value, f"an existing {'folder' if folder else 'file'}")
 
 
+def check_st_lpips(value: str) -> None:
+    """Requires what `evaluation.st_lpips` can go by."""
+    legal = "auto (where its weights are installed), installed (an error where they are not), none, or a file with its weights"
+    require(value in ("auto", "installed", "none") or Path(value).is_file(), "st_lpips", value, legal)
+
+
 def hub_name(reference: str) -> tuple[str, str] | None:
     """`org/name@REVISION` -> (org/name, REVISION), `main` without one; None if `reference` can't be a name of the Hugging Face hub."""
     match = re.fullmatch(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", reference)

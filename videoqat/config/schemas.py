@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import check_frames, choice, existing, model_folder, parse_bucket, require
+from videoqat.config.checks import check_frames, check_st_lpips, choice, existing, model_folder, parse_bucket, require
 from videoqat.config.groups import (
     GenerationRuntimeConfig,
     ModelConfig,
@@ -143,6 +143,7 @@ class GenerateConfig:
     samples_per_prompt: int = 0  # of a prompt in the file; 0: one, with vbench=true five
     vbench: bool = False
     compare: list[str] = field(default_factory=list)  # recipes, instead of `recipe`
+    st_lpips: str = "auto"  # with `compare`: auto (in the report where its weights are installed) | installed | none | a file with its weights
     warm_up: bool = False  # with `prompts`: before the first video of each size one that nobody sees, so that no timing has first costs in it
     seed: int = 0
     out: str = MISSING  # the .mp4 file, beside which a .json with the receipt is written; with `prompts` a folder of such pairs
@@ -177,6 +178,8 @@ class GenerateConfig:
         for recipe in (self.recipe, *self.compare):
             if recipe != "checkpoint":
                 get_recipe(recipe)
+        check_st_lpips(self.st_lpips)
+        require(bool(self.compare) or self.st_lpips == "auto", "st_lpips", self.st_lpips, "auto without compare=[RECIPE,RECIPE]")
         require(not self.compare or self.recipe == "checkpoint", "recipe", self.recipe, "nothing where compare names recipes")
         require(len(self.compare) != 1 and len(set(self.compare)) == len(self.compare), "compare", self.compare, "two or more recipes that differ")
         for part in (self.sampling, self.runtime, self.parallel):
@@ -203,6 +206,7 @@ class CompareConfig:
     validation_cache: str = ""  # what preprocess wrote; empty: no paired validation loss
     validation_samples: int = 64
     validation_timesteps: int = 4
+    st_lpips: str = "auto"  # auto (in the report where its weights are installed) | installed (an error where not) | none | a file with its weights
     out: str = MISSING
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -224,6 +228,7 @@ class CompareConfig:
             existing("validation_cache", self.validation_cache, folder=True)
         for key in ("validation_samples", "validation_timesteps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        check_st_lpips(self.st_lpips)
         for part in (self.sampling, self.objective, self.runtime):
             part.validate()
 

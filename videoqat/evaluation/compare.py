@@ -29,7 +29,7 @@ from videoqat.config import CompareConfig, CompareEntry, ParallelConfig, to_dict
 from videoqat.console import progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.data.video_io import write_video
-from videoqat.evaluation import fidelity
+from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
@@ -80,6 +80,7 @@ def _settings(config: CompareConfig, prompts: list[tuple[str, str]]) -> dict[str
         **{key: value for key, value in to_dict(config).items() if key not in ("out", "prompts")},
         "prompts": [prompt for prompt, _ in prompts],
         "images": [read_image(image)[1] if image else "" for _, image in prompts],
+        "st_lpips": _st_lpips(config)[1],
         "recipes": {entry.recipe: get_recipe(entry.recipe).to_dict() for entry in config.entries},
         "files": {folder: file_stats(folder) for folder in folders},
         "device": device_name(str(device)),
@@ -88,6 +89,10 @@ def _settings(config: CompareConfig, prompts: list[tuple[str, str]]) -> dict[str
     }
     loaded: dict[str, Any] = json.loads(json.dumps(settings))
     return loaded
+
+
+def _st_lpips(config: CompareConfig, device: str | torch.device = "cpu") -> tuple[st_lpips.StLpips | None, dict[str, str]]:
+    return st_lpips.load(config.st_lpips, [(config.sampling.height, config.sampling.width)], device)
 
 
 def plan(config: CompareConfig) -> dict[str, Any]:
@@ -142,6 +147,7 @@ class Comparison:
         self.tasks = [Task(i, prompt, seed) for i in range(len(config.entries)) for prompt, seed in scenes]
         self.tasks += [Task(0, prompt, seed, repeat=True) for prompt, seed in scenes]
         self.mine = {Task(0, prompt, seed).scene for prompt, seed in scenes[mesh.rank :: mesh.world_size]}
+        self.st_lpips, _ = _st_lpips(config, mesh.device)
         self.bar: Any = None
 
     def _slug(self, index: int) -> str:
@@ -258,7 +264,7 @@ class Comparison:
             against_first = None
         else:
             reference_FHWC: NDArray[np.uint8] = np.load(self._reference(task))["frames"]
-            against_first = fidelity.fidelity(reference_FHWC, result.frames)
+            against_first = fidelity.fidelity(reference_FHWC, result.frames, self.st_lpips)
         write_video(self.video(task), result.frames, self.config.sampling.fps)
         record = {
             "entry": self.config.entries[task.entry].name,
@@ -312,6 +318,7 @@ class Comparison:
             "seeds": list(self.config.seeds),
             "entries": entries,
             "floor": fidelity.summarise([r["fidelity"] for r in records if r["repeat"]]),
+            "st_lpips": self.settings["st_lpips"],
             "videos": records,
             "settings": {key: value for key, value in self.settings.items() if key != "files"},
             "provenance": provenance(str(device)),

@@ -1,7 +1,8 @@
 """How far one video is from another, frame by frame, and how much a video flickers.
 
 PSNR and SSIM say whether two samplers walked the same path, not which video is better: a tiny change in an early step leads to another video
-that may be just as good. Read them beside the floor, the reference rendered twice (`compare.py`).
+that may be just as good. ST-LPIPS (`st_lpips.py`), where its weights are, forgives small shifts, but knows no more than one frame either. Read them
+beside the floor, the reference rendered twice (`compare.py`).
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from videoqat.errors import DataError
+from videoqat.evaluation.st_lpips import StLpips
 
 LUMA = np.array([0.2126, 0.7152, 0.0722], dtype=np.float64)  # ITU-R BT.709
 
@@ -40,19 +42,21 @@ def flicker(frames_FHWC: NDArray[np.uint8]) -> float | None:
     return float(np.abs(y_FHW[2:] - 2 * y_FHW[1:-1] + y_FHW[:-2]).mean())
 
 
-def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8]) -> dict[str, Any]:
-    """PSNR (dB) and SSIM of each frame against the same frame of `reference_FHWC`.
+def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8], st_lpips: StLpips | None = None) -> dict[str, Any]:
+    """PSNR (dB), SSIM and, with its network, ST-LPIPS of each frame against the same frame of `reference_FHWC`.
 
     SSIM is that of Wang et al. 2004 (Gaussian window of sd 1.5 pixels, 11 pixels wide), averaged over the colour channels.
 
     Args:
         reference_FHWC: uint8 (frames, height, width, 3), at least 11 pixels high and wide.
         frames_FHWC: the same shape.
+        st_lpips: the network, for videos of at least 21 pixels in height and width.
 
     Returns:
         `identical`: whether all frames are equal, bit for bit. `identical_frames`: how many are. `psnr`, `ssim`: lists with one number a
         frame; PSNR of an identical frame is infinite, which is no JSON: None. `psnr_mean`, `psnr_min`: over the frames that differ, None if
-        there is none. `ssim_mean`, `ssim_min`: over all frames.
+        there is none. `ssim_mean`, `ssim_min`: over all frames. With `st_lpips`: `st_lpips`, a number a frame (0: identical), `st_lpips_mean`,
+        `st_lpips_max`: over all frames.
 
     Raises:
         DataError: shapes differ, or aren't those of two videos.
@@ -72,7 +76,7 @@ def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8]) 
         options = {"gaussian_weights": True, "sigma": 1.5, "use_sample_covariance": False}
         ssim.append(1.0 if same else float(structural_similarity(a_HWC, b_HWC, channel_axis=-1, data_range=255, **options)))
     differing = [value for value in psnr if value is not None]
-    return {
+    result = {
         "identical": not differing,
         "identical_frames": len(psnr) - len(differing),
         "psnr": psnr,
@@ -82,12 +86,19 @@ def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8]) 
         "ssim_mean": float(np.mean(ssim)),
         "ssim_min": min(ssim),
     }
+    if st_lpips is None:
+        return result
+    distances = st_lpips.distances(reference_FHWC, frames_FHWC)
+    return result | {"st_lpips": distances, "st_lpips_mean": float(np.mean(distances)), "st_lpips_max": max(distances)}
 
 
 def summarise(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Many videos' `fidelity` as one line: means over videos, the worst frame of all, and how many videos are identical to their reference."""
+    """Many videos' `fidelity` as one line: means over videos, the worst frame of all, and how many videos are identical to their reference.
+
+    ST-LPIPS is in it if all of them have it.
+    """
     means = [result["psnr_mean"] for result in results if result["psnr_mean"] is not None]
-    return {
+    summary = {
         "videos": len(results),
         "identical_videos": sum(result["identical"] for result in results),
         "psnr_mean": float(np.mean(means)) if means else None,
@@ -95,3 +106,7 @@ def summarise(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "ssim_mean": float(np.mean([result["ssim_mean"] for result in results])),
         "ssim_min": min(result["ssim_min"] for result in results),
     }
+    if not all("st_lpips_mean" in result for result in results):
+        return summary
+    perceptual = {"st_lpips_mean": float(np.mean([r["st_lpips_mean"] for r in results])), "st_lpips_max": max(r["st_lpips_max"] for r in results)}
+    return summary | perceptual

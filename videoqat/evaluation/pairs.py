@@ -18,7 +18,7 @@ from typing import Any
 from videoqat.config import GenerateConfig, to_dict
 from videoqat.console import say
 from videoqat.data.video_io import read_video
-from videoqat.evaluation import fidelity
+from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.compare import distinct_receipts, median_latency
 from videoqat.evaluation.report import write_report
 from videoqat.files import write_json
@@ -27,6 +27,7 @@ from videoqat.generation.engine import choose_recipe
 from videoqat.generation.prompts import Video
 from videoqat.models.hub import origin
 from videoqat.parallel.folder import check_ours, sole_user
+from videoqat.parallel.mesh import Mesh
 from videoqat.provenance import provenance
 
 AGAIN = "-again"
@@ -38,7 +39,8 @@ def _folders(config: GenerateConfig) -> dict[str, GenerateConfig]:
     names = {recipe: choose_recipe(config.model, recipe)[0].name if recipe != "checkpoint" else recipe for recipe in config.compare}
     reference = config.compare[0]
     wanted = {**{name: recipe for recipe, name in names.items()}, names[reference] + AGAIN: reference}
-    return {name: dataclasses.replace(config, compare=[], recipe=recipe, out=str(Path(config.out) / name)) for name, recipe in wanted.items()}
+    alone = dataclasses.replace(config, compare=[], st_lpips="auto")
+    return {name: dataclasses.replace(alone, recipe=recipe, out=str(Path(config.out) / name)) for name, recipe in wanted.items()}
 
 
 def plan(config: GenerateConfig) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
     if not config.compare:
         return batch.plan(config)
     check_ours(Path(config.out), batch.MARK, COMMAND)
-    return {"folders": {name: batch.plan(folder) for name, folder in _folders(config).items()}}
+    folders = {name: batch.plan(folder) for name, folder in _folders(config).items()}
+    st_lpips.load(config.st_lpips, [(size["height"], size["width"]) for size in next(iter(folders.values()))["sizes"]])
+    return {"folders": folders}
 
 
 def generate(config: GenerateConfig) -> dict[str, Any]:
@@ -75,12 +79,12 @@ def generate(config: GenerateConfig) -> dict[str, Any]:
             say(f"{name}: {folder.out}")
             told[name] = batch.fill_folder(folder, *planned[name], crew)
         found = next(iter(planned.values()))[1]
-        html = crew.mesh.on_rank_zero(lambda: _report(config, folders, found, crew.mesh.world_size))
+        html = crew.mesh.on_rank_zero(lambda: _report(config, folders, found, crew.mesh))
     where = {"report_html": html, "report_json": str(out / "report.json")} if html else {}
     return {"folders": told, **where, "exit_code": max(one["exit_code"] for one in told.values())}
 
 
-def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: list[Video], ranks: int) -> str:
+def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: list[Video], mesh: Mesh) -> str:
     """On rank 0: writes the report of those videos that every folder has. Returns the page's path, or nothing where there is none to show."""
     out, (reference, *others, again) = Path(config.out), folders
     manifests = [json.loads((out / name / batch.MANIFEST).read_text(encoding="utf-8")) for name in folders]
@@ -89,6 +93,7 @@ def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: l
     if not whole:
         say(f"{out}: no video is there under every recipe, so there is no report")
         return ""
+    network, about = st_lpips.load(config.st_lpips, [(video.sampling.height, video.sampling.width) for video in found], mesh.device)
     videos: list[dict[str, Any]] = []
     for video in whole:
         truth, _ = read_video(out / reference / f"{video.name}.mp4")
@@ -106,7 +111,7 @@ def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: l
                     "repeat": name == again,
                     "file": str(file),
                     "flicker": fidelity.flicker(frames),
-                    "fidelity": None if name == reference else fidelity.fidelity(truth, frames),
+                    "fidelity": None if name == reference else fidelity.fidelity(truth, frames, network),
                     "commit": made["provenance"]["commit"],
                     "dtype": made["dtype"],
                     "recipe": made["recipe"],
@@ -121,12 +126,13 @@ def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: l
         "seeds": sorted({video.seed for video in whole}),
         "entries": entries,
         "floor": fidelity.summarise([video["fidelity"] for video in videos if video["repeat"]]),
+        "st_lpips": about,
         "videos": videos,
         "frames": "as they are in the mp4 files",
         "settings": {"sampling": to_dict(config.sampling), "dtype": videos[0]["dtype"], "parallel": to_dict(config.parallel)},
         "provenance": provenance(str(config.runtime.resolve()[0])),
         "commits": sorted({video["commit"] for video in videos}),
-        "ranks": [ranks],
+        "ranks": [mesh.world_size],
     }
     write_json(out / "report.json", report)
     html = write_report(out)

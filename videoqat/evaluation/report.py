@@ -82,6 +82,8 @@ def _caveats(report: dict[str, Any]) -> list[str]:
     """What a reader must know before drawing conclusions."""
     floor = report["floor"]
     same = "bit for bit the same" if floor["identical_videos"] == floor["videos"] else f"{_psnr(floor)} apart, SSIM {floor['ssim_mean']:.3f}"
+    if "st_lpips_mean" in floor and floor["st_lpips_mean"] > 0:
+        same += f", ST-LPIPS {floor['st_lpips_mean']:.4f}"
     caveats = [
         f"PSNR and SSIM are no verdicts. They say whether sampling took the same path, not which video is better. The floor: {report['reference']} "
         f"rendered twice is {same}. For scale: over 40 steps, good 8-bit attention gets about 20 dB and SSIM 0.74.",
@@ -92,6 +94,8 @@ def _caveats(report: dict[str, Any]) -> list[str]:
             f"On this device quantised attention is emulated ({', '.join(emulated)}): its numbers are those of the quantised formats, "
             "its latency says nothing about 4-bit hardware."
         )
+    if "absent" in report.get("st_lpips", {}):  # reports of earlier versions don't tell
+        caveats.append(f"No ST-LPIPS: {report['st_lpips']['absent']}.")
     if report["entries"][0]["validation"] is None:
         caveats.append("No validation loss: the comparison was not given a validation_cache.")
     elif report["entries"][0]["validation"]["ci95"] is None:
