@@ -59,6 +59,13 @@ def _svg(figure: Any, name: str, description: str) -> str:
     return svg.replace("<svg", f'<svg role="img" aria-label="{description}"', 1)
 
 
+def as_file(svg: str) -> str:
+    """A plot as a file of its own, for pages that can only refer to it: dark ink on white, whatever the page's colours are."""
+    return svg.replace(
+        "<svg", '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" color="#1e293b" style="background:#fff"', 1
+    )
+
+
 def _legend(axes: Any, **options: Any) -> None:
     axes.legend(frameon=False, fontsize=9, **options)
 
@@ -243,3 +250,104 @@ def by_time(rows: list[dict[str, Any]]) -> str:
     axes.set_ylabel("error at the output, per cent")
     _legend(axes)
     return _svg(figure, "times", "Error by flow time")
+
+
+def four_bit_share(rows: list[dict[str, Any]]) -> str:
+    """What 4 bits cost against the share of attention that is computed in them: loss above BF16's, and PSNR to its videos.
+
+    Args:
+        rows: of `evidence_table.summarise`, the reference first. Those with `kept` blocks are joined, from all blocks in 4 bits (the second row)
+            to none; every other row stands by itself.
+    """
+    figure, (above, below) = _figures(2, 1, 6.6)
+    for axes, key, scale in ((above, "relative", 100.0), (below, "psnr", 1.0)):
+        points = [(row, 100 * row["four_bit_share"], scale * _mean(row[key])) for row in rows if row[key] is not None]
+        joined = [point for at, point in enumerate(points) if point[0]["kept"] or point[0] is rows[1] or point[0] is rows[0]]
+        joined.sort(key=lambda point: -point[1])
+        axes.plot(
+            [x for _, x, _ in joined],
+            [y for _, _, y in joined],
+            "o-",
+            color=colour(0),
+            markersize=5,
+            linewidth=1.6,
+            label="worst blocks kept in BF16",
+        )
+        for row, x, y in joined:
+            axes.annotate(
+                str(row["kept"]) if row["kept"] else row["name"], (x, y), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8
+            )
+        others = [point for point in points if point not in joined]
+        axes.plot([x for _, x, _ in others], [y for _, _, y in others], "s", color=colour(1), markersize=4, label="other recipes")
+        low, high = axes.get_ylim()
+        for x in sorted({x for _, x, _ in others}):
+            column = sorted((point for point in others if point[1] == x), key=lambda point: point[2])
+            ats = _apart([y for _, _, y in column], (high - low) / 17)
+            low, high = min(low, *ats), max(high, *ats)
+            for (row, _, y), at in zip(column, ats, strict=True):
+                axes.annotate(row["name"], (x, y), xytext=(x + 1.5, at), textcoords="data", va="center", fontsize=7)
+        axes.set_ylim(low, high)
+        axes.set_xlim(-6, 124)
+        axes.set_xticks(range(0, 101, 20))
+    above.set_ylabel("loss above BF16's, per cent")
+    below.set_ylabel("PSNR to BF16's video, dB")
+    below.set_xlabel("share of attention's products in 4 bits, per cent (numbers: blocks kept)")
+    _legend(above, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
+    return _svg(figure, "share", "What 4 bits cost, by how much of attention is computed in them")
+
+
+def _apart(heights: list[float], step: float) -> list[float]:
+    """Ascending heights, moved so that each stands at least `step` above the one before, and their mean stays."""
+    moved: list[float] = []
+    for height in heights:
+        moved.append(max(height, moved[-1] + step) if moved else height)
+    shift = (sum(heights) - sum(moved)) / len(heights)
+    return [height + shift for height in moved]
+
+
+def _mean(value: Any) -> float:
+    return float(value["mean"] if isinstance(value, dict) else value)
+
+
+def _figures(rows: int, columns: int, height: float) -> tuple[Any, Any]:
+    """Like `_figure`, with several plots."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4 if columns == 1 else 9.0, height), layout="constrained")
+    several = figure.subplots(rows, columns, sharex=True, sharey=columns > 1, squeeze=False).flatten()
+    for axes in several:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color=INK, alpha=0.15, linewidth=0.6)
+    return figure, several
+
+
+def gradient_norms(trainings: list[dict[str, Any]], first: str) -> str:
+    """Gradient norms over steps, a plot for each training and a line for each seed, before those of the training `first` in grey.
+
+    Of 50 stretches of a curve the largest norm is drawn: means would hide what these curves are looked at for.
+
+    Args:
+        trainings: name, seed, `grad_norm` of every step; those without are left out.
+    """
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    names = list(dict.fromkeys(one["name"] for one in trainings if one["grad_norm"] and one["name"] != first))
+    figure, several = _figures(-(-len(names) // 3), 3, 0.5 + 1.7 * -(-len(names) // 3))
+    for axes, name in zip(several, names, strict=False):
+        for one in trainings:
+            if one["name"] in (name, first) and one["grad_norm"]:
+                size = -(-len(one["grad_norm"]) // 50)
+                starts = np.arange(0, len(one["grad_norm"]), size)
+                largest = np.maximum.reduceat(np.asarray(one["grad_norm"], float), starts)
+                own = one["name"] == name
+                axes.plot(starts + 1, largest, color=colour(1) if own else INK, alpha=0.8 if own else 0.3, linewidth=0.9, zorder=2 if own else 1)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.set_title(name, fontsize=9, parse_math=False)
+    for axes in several[len(names) :]:
+        axes.set_visible(False)
+    figure.supxlabel("step", fontsize=9, color=INK)
+    figure.supylabel(f"largest gradient norm of 2 % of the steps (grey: {first})", fontsize=9, color=INK)
+    return _svg(figure, "gradients", "Gradient norms of trainings")

@@ -1,40 +1,71 @@
 """What `evidence run` measured, as a page.
 
-    python -m videoqat.evaluation.evidence_table PAGE.md.j2 EVIDENCE.json... > PAGE.md
+    python -m videoqat.evaluation.evidence_table PAGE.md.j2 TABLE.json... > PAGE.md
 
-The template may use
+A table is what `evidence run` wrote, renamed to the table's name (main.json), or what `sensitivity` wrote, as sensitivity.json. The template may use
 
-    runs                    date, device, versions and command of each file
-    main(n), videos(n)      tables of file n (from 0): losses and what was won back; videos and what they show
-    row(name, n)            one row's numbers: `loss`, `gap`, `recovered` (each a dict with mean, sd, low, high over seeds), `seeds`, ...
-    norms(n)                gradient norms of each training: median, 99th percentile, largest
+    measured                names of the tables that are there. Of another, what stands below says by which command it is made
+    runs                    date, device, versions and command of each
+    losses(name)            losses, gaps to the reference, and what was won back
+    videos(name)            videos, and what they show
+    shares(name)            share of attention in 4 bits, beside gap and PSNR
+    norms(name)             gradient norms of each training: median, 99th percentile, largest
+    blocks                  what each block does to the output, from sensitivity.json
+    row(name, table)        one row's numbers: `loss`, `gap`, `recovered` (each with mean, sd, low, high over seeds), `seeds`, ...
+    aim(wish, ...)          whether it was met, see `evidence_words`
+    claim(table, row, other, quantity, paper)   likewise: how one row stands to another, and whether the paper says so
 
 Losses are paired: every row of a seed meets the same clips, noise and times as the reference of the same seed.
 """
 
+import argparse
+import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from videoqat.evaluation import evidence_words
 from videoqat.evaluation.judges import wilson
-from videoqat.pages import fill, print_page, run_line
-from videoqat.training import validation
+from videoqat.pages import fill, run_line
+from videoqat.training.validation import BOOTSTRAP_RESAMPLES, SEED
+
+TABLES = ("main", "ablations", "options", "where", "tuning")  # configs/evidence/NAME.yaml
+STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of Student's t with 1 to 9 degrees of freedom
 
 
-def _spread(values: list[float]) -> dict[str, float]:
+def spread(values: list[float]) -> dict[str, float]:
     """Over seeds."""
     sd = statistics.stdev(values) if len(values) > 1 else 0.0
     return {"mean": statistics.fmean(values), "sd": sd, "low": min(values), "high": max(values)}
 
 
+def interval(differences_SC: NDArray[np.float64]) -> list[float] | None:
+    """95 % interval of the mean of paired differences (seeds, clips), both taken for samples of many; None for a single clip.
+
+    Clips are the same for every seed, so their part is the standard error of the seeds' mean over clips; the seeds' part is Student's t (without
+    it for a single seed). The two are independent, and are added in squares.
+    """
+    seeds, clips = differences_SC.shape
+    if clips < 2:
+        return None
+    half = 1.96 * differences_SC.mean(axis=0).std(ddof=1) / clips**0.5
+    if seeds > 1:
+        t = STUDENT_T[min(seeds - 2, len(STUDENT_T) - 1)]
+        half = np.hypot(half, t * differences_SC.mean(axis=1).std(ddof=1) / seeds**0.5)
+    mean = differences_SC.mean()
+    return [float(mean - half), float(mean + half)]
+
+
 def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of the table for each name, over its seeds, in the configuration's order; rows that have no seed with the reference are left out.
 
-    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its interval over clips (from the lowest bound of the seeds' intervals
-    to the highest; None for a single clip), `recovered` the share of the plain row's gap that is won back: 1 - gap / plain gap, seed by seed. None
-    where a seed has no plain row, or one without a gap.
+    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its `interval`, `recovered` the share of the plain row's gap that is
+    won back: 1 - gap / plain gap, seed by seed, and `recovered_ci95` the interval of that of the seeds' means, over resampled clips. None where a
+    seed has no plain row, or one without a gap. All of these are None for rows whose recipe keeps denoising steps: a loss has none.
     """
     names = [row["name"] for row in one["config"]["rows"]]
     found = {(row["name"], row["seed"]): row for row in one["rows"]}
@@ -46,34 +77,47 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
         seeds = [seed for seed in one["config"]["seeds"] if (name, seed) in found and (reference, seed) in found]
         if not seeds:
             continue
-        losses, gaps, relative, recovered, intervals = [], [], [], [], []
-        for seed in seeds:
-            paired = {key: np.array(found[key, seed]["clip_losses"])[:, None] for key in {name, reference, plain} if (key, seed) in found}
-            told = validation.summarise(paired, reference)
-            losses.append(told[name]["loss"])
-            gaps.append(told[name]["difference"])
-            relative.append(told[name]["relative"])
-            intervals.append(told[name]["ci95"])
-            if told.get(plain, {"difference": 0.0})["difference"] > 0:
-                recovered.append(1 - told[name]["difference"] / told[plain]["difference"])
         mine = [found[name, seed] for seed in seeds]
         table.append(
             {
                 "name": name,
                 "training": mine[0]["training"],
-                "recipe": mine[0]["recipe"]["name"],
+                "recipe": mine[0]["recipe"],
+                "kept": asked["keep"],
                 "reference": reference,
                 "seeds": seeds,
-                "clips": len(mine[0]["clip_losses"]),
-                "loss": _spread(losses),
-                "gap": _spread(gaps),
-                "relative": _spread(relative),
-                "ci95": [min(low for low, _ in intervals), max(high for _, high in intervals)] if None not in intervals else None,
-                "recovered": _spread(recovered) if len(recovered) == len(seeds) and name not in (reference, plain) else None,
+                "four_bit_share": mine[0]["four_bit_share"],
+                **_losses(found, name, reference, plain, seeds),
                 **_videos(mine),
             }
         )
     return table
+
+
+def _losses(found: dict[tuple[str, int], Any], name: str, reference: str, plain: str, seeds: list[int]) -> dict[str, Any]:
+    def clips(row: str) -> NDArray[np.float64] | None:
+        losses = [found[row, seed]["clip_losses"] if (row, seed) in found else None for seed in seeds]
+        return None if None in losses else np.array(losses)
+
+    mine_SC, reference_SC, plain_SC = clips(name), clips(reference), clips(plain)
+    if mine_SC is None or reference_SC is None:
+        return dict.fromkeys(("loss", "gap", "relative", "ci95", "recovered", "recovered_ci95"))
+    gap_SC = mine_SC - reference_SC
+    recovered, recovered_ci95 = None, None
+    if plain_SC is not None and name not in (reference, plain) and ((plain_SC - reference_SC).mean(axis=1) > 0).all():
+        cost_SC = plain_SC - reference_SC
+        recovered = spread((1 - gap_SC.mean(axis=1) / cost_SC.mean(axis=1)).tolist())
+        picks = np.random.default_rng(SEED).integers(0, gap_SC.shape[1], size=(BOOTSTRAP_RESAMPLES, gap_SC.shape[1]))
+        resampled = 1 - gap_SC.mean(axis=0)[picks].mean(axis=1) / cost_SC.mean(axis=0)[picks].mean(axis=1)
+        recovered_ci95 = [float(bound) for bound in np.percentile(resampled, [2.5, 97.5])] if gap_SC.shape[1] > 1 else None
+    return {
+        "loss": spread(mine_SC.mean(axis=1).tolist()),
+        "gap": spread(gap_SC.mean(axis=1).tolist()),
+        "relative": spread((gap_SC.mean(axis=1) / reference_SC.mean(axis=1)).tolist()),
+        "ci95": interval(gap_SC),
+        "recovered": recovered,
+        "recovered_ci95": recovered_ci95,
+    }
 
 
 def _videos(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,36 +132,56 @@ def _videos(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "videos": len(videos),
         "psnr": mean([video["fidelity"]["psnr_mean"] for video in videos]),
         "ssim": mean([video["fidelity"]["ssim_mean"] for video in videos]),
+        "st_lpips": mean([video["fidelity"].get("st_lpips_mean") for video in videos]),
+        "st_lpips_absent": next((row["st_lpips"]["absent"] for row in rows if "absent" in (row.get("st_lpips") or {})), None),
         "flicker": mean([video["flicker"] for video in videos]),
     }
     judged = [row["judged"] for row in rows if row["judged"]]
     for kind in ("garment", "direction"):
         right, trials = sum(one[kind]["right"] for one in judged), sum(one["videos"] for one in judged)
-        result[kind] = {"share": right / trials, "interval": wilson(right, trials)} if judged else None
+        result[kind] = {"share": right / trials, "interval": wilson(right, trials), "videos": trials} if judged else None
+    result["real_clips"] = judged[0]["real_clips"] if judged else None
     return result
 
 
-def render(template: str, files: Iterable[dict[str, Any]]) -> str:
-    """A page: `template` filled from what `evidence run` gathered, once or several times.
+def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
+    """A page: `template` filled from `files`, what was measured by the table's name.
 
     Raises:
-        jinja2.UndefinedError, KeyError: the template asks for what wasn't measured.
+        jinja2.UndefinedError, KeyError: the template asks for what is no table, or of a table that is there for a row that it lacks.
     """
-    files = list(files)
-    tables = [summarise(one) for one in files]
+    unknown = sorted(set(files) - {*TABLES, "sensitivity"})
+    if unknown:
+        raise KeyError(f"{unknown[0]!r} is no table; legal: {', '.join([*TABLES, 'sensitivity'])}")
+    tables = {name: summarise(one) for name, one in files.items() if name != "sensitivity"}
 
-    def row(name: str, n: int = 0) -> dict[str, Any]:
-        for one in tables[n]:
+    def of(make: Any, source: Mapping[str, Any]) -> Any:
+        def made(name: str) -> str:
+            if name not in TABLES:
+                raise KeyError(f"{name!r} is no table; legal: {', '.join(TABLES)}")
+            return str(make(source[name])) if name in source else f"Not measured yet: `videoqat evidence run --config evidence/{name}` will."
+
+        return made
+
+    def row(name: str, table: str = "main") -> dict[str, Any]:
+        for one in tables[table]:
             if one["name"] == name:
                 return one
-        raise KeyError(f"{name!r} was not measured")
+        raise KeyError(f"{name!r} was not measured in {table}")
 
     names = {
-        "runs": "\n".join(run_line(one, f"{len(one['rows'])} rows") for one in files),
-        "main": lambda n=0: _main(tables[n]),
-        "videos": lambda n=0: _video_table(tables[n]),
-        "norms": lambda n=0: _norms(files[n]["trainings"]),
+        "measured": sorted(files),
+        "runs": "\n".join(run_line(one, name if name == "sensitivity" else f"{name}: {len(one['rows'])} rows") for name, one in files.items()),
+        "losses": of(_loss_table, tables),
+        "videos": of(_video_table, tables),
+        "shares": of(_share_table, tables),
+        "norms": of(lambda one: _norms(one["trainings"]), files),
+        "blocks": _blocks(files["sensitivity"]) if "sensitivity" in files else "Not measured yet: `videoqat sensitivity` will.",
         "row": row,
+        "aim": evidence_words.aim,
+        "claim": lambda table, name, other, quantity, paper="": evidence_words.claim(
+            files[table], row(name, table), row(other, table), quantity, paper
+        ),
     }
     return fill(template, names)
 
@@ -127,32 +191,75 @@ def _lines(heads: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows)])
 
 
-def _main(table: list[dict[str, Any]]) -> str:
-    """Losses, gaps and what is won back. Spread is the standard deviation over seeds."""
-    heads = ["", "weights", "attention", "seeds", "loss", "held against", "gap", "gap, share of the loss", "95 % of the gap over clips", "won back"]
+def _loss_table(table: list[dict[str, Any]]) -> str:
+    """± is the standard deviation over seeds."""
+    heads = [
+        "",
+        "weights",
+        "attention",
+        "seeds",
+        "loss",
+        "held against",
+        "gap",
+        "gap, share of the loss",
+        "95 % of the gap",
+        "won back",
+        "95 % over clips",
+    ]
     rows = []
     for one in table:
+        if one["loss"] is None:
+            continue
         loss, gap, relative, won = one["loss"], one["gap"], one["relative"], one["recovered"]
-        cells = [one["name"], one["training"] or "base", one["recipe"], str(len(one["seeds"])), f"{loss['mean']:.5f} ± {loss['sd']:.5f}"]
-        interval = f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}" if one["ci95"] else ""
-        cells += [one["reference"], f"{gap['mean']:+.5f} ± {gap['sd']:.5f}", f"{relative['mean']:+.2%}", interval]
-        rows.append([*cells, "" if won is None else f"{won['mean']:.0%} ({won['low']:.0%} to {won['high']:.0%})"])
+        cells = [one["name"], one["training"] or "base", one["recipe"]["name"], str(len(one["seeds"])), f"{loss['mean']:.5f} ± {loss['sd']:.5f}"]
+        bounds = f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}" if one["ci95"] else ""
+        cells += [one["reference"], f"{gap['mean']:+.5f} ± {gap['sd']:.5f}", f"{relative['mean']:+.2%}", bounds]
+        cells += ["", ""] if won is None else [f"{won['mean']:.0%} ({won['low']:.0%} to {won['high']:.0%})", _percents(one["recovered_ci95"])]
+        rows.append(cells)
     return _lines(heads, rows)
+
+
+def _percents(bounds: list[float] | None) -> str:
+    return f"{bounds[0]:.0%} to {bounds[1]:.0%}" if bounds else ""
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "identical" if value is None else f"{value:.{digits}f}"
 
 
 def _video_table(table: list[dict[str, Any]]) -> str:
     def accuracy(found: dict[str, Any] | None) -> str:
-        return "" if found is None else f"{found['share']:.1%} ({found['interval'][0]:.0%} to {found['interval'][1]:.0%})"
+        return "" if found is None else f"{found['share']:.1%} ({_percents(list(found['interval']))})"
 
-    def number(value: float | None, digits: int) -> str:
-        return "identical" if value is None else f"{value:.{digits}f}"
+    shown = [one for one in table if one["videos"]]
+    perceptual = any(one["st_lpips"] is not None for one in shown)
+    heads = ["", "videos", "PSNR dB", "SSIM", *(["ST-LPIPS"] if perceptual else []), "garment right", "direction right", "flicker"]
+    rows = []
+    for one in shown:
+        cells = [one["name"], str(one["videos"]), _number(one["psnr"], 2), _number(one["ssim"], 4)]
+        cells += [("" if one["st_lpips"] is None else f"{one['st_lpips']:.4f}")] if perceptual else []
+        rows.append([*cells, accuracy(one["garment"]), accuracy(one["direction"]), "" if one["flicker"] is None else f"{one['flicker']:.2f}"])
+    real = next((one["real_clips"] for one in shown if one["real_clips"]), None)
+    if real:
+        share = {kind: f"{real[kind]['share']:.1%} ({_percents(list(real[kind]['interval']))})" for kind in ("garment", "direction")}
+        blank = [""] * (3 if perceptual else 2)
+        rows.append(["*real clips, by the same judges*", str(real["videos"]), *blank, share["garment"], share["direction"], ""])
+    absent = next((one["st_lpips_absent"] for one in shown if one["st_lpips_absent"]), None)
+    return _lines(heads, rows) + (f"\n\nST-LPIPS is missing: {absent}." if absent else "")
 
-    heads = ["", "videos", "PSNR dB", "SSIM", "garment right", "direction right", "flicker"]
+
+def _share_table(table: list[dict[str, Any]]) -> str:
+    heads = ["", "attention in 4 bits", "gap", "gap, share of the loss", "95 % of the gap", "won back", "PSNR dB"]
     rows = []
     for one in table:
-        if one["videos"]:
-            cells = [one["name"], str(one["videos"]), number(one["psnr"], 2), number(one["ssim"], 4)]
-            rows.append([*cells, accuracy(one["garment"]), accuracy(one["direction"]), number(one["flicker"], 2)])
+        cells = [one["name"], f"{one['four_bit_share']:.0%}"]
+        if one["gap"] is None:
+            cells += ["", "", "", ""]
+        else:
+            bounds = f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}" if one["ci95"] else ""
+            won = "" if one["recovered"] is None else f"{one['recovered']['mean']:.0%}"
+            cells += [f"{one['gap']['mean']:+.5f}", f"{one['relative']['mean']:+.2%}", bounds, won]
+        rows.append([*cells, _number(one["psnr"], 2) if one["videos"] else ""])
     return _lines(heads, rows)
 
 
@@ -167,5 +274,28 @@ def _norms(trainings: list[dict[str, Any]]) -> str:
     return _lines(heads, rows)
 
 
+def _blocks(found: dict[str, Any]) -> str:
+    rows = [
+        [
+            str(one["index"]),
+            str(one["rank"]),
+            *(f"{one[which]['relative_error']:.2%}" for which in ("only", "without")),
+            f"{one['only']['loss_change']:+.2%}",
+        ]
+        for one in found["layers"]
+    ]
+    return _lines(["block", "rank", "error at the output, it alone in 4 bits", "all but it", "loss, it alone"], rows)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m videoqat.evaluation.evidence_table", description="What `evidence run` measured, as a page.")
+    parser.add_argument("template", type=Path, help="a page's template")
+    parser.add_argument("tables", type=Path, nargs="+", help=f"JSON files called {', '.join(TABLES)} or sensitivity")
+    arguments = parser.parse_args()
+    files = {path.stem: json.loads(path.read_text()) for path in arguments.tables}
+    print(render(arguments.template.read_text(), files), end="")
+
+
 if __name__ == "__main__":
-    print_page("videoqat.evaluation.evidence_table", "What `evidence run` measured, as a page.", render)
+    main()

@@ -1,0 +1,45 @@
+"""The figures of the evidence's page, as SVG files.
+
+    python -m videoqat.evaluation.evidence_figures FOLDER TABLE.json...
+
+Of where.json, evidence-share.svg: what 4 bits cost, by how much of attention is computed in them. Of ablations.json, evidence-gradients.svg: gradient
+norms of its trainings, before those of Attn-QAT.
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from videoqat.evaluation import charts
+from videoqat.evaluation.evidence_table import summarise
+from videoqat.files import atomic_path, writable_folder
+
+BEHIND = "qat"  # the training of configs/evidence/ablations.yaml that the others are held against
+
+
+def draw(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
+    """Name of a file -> SVG, of those tables that are there (name -> what `evidence run` gathered)."""
+    figures = {}
+    if "where" in files:
+        figures["evidence-share.svg"] = charts.as_file(charts.four_bit_share(summarise(files["where"])))
+    if "ablations" in files:
+        figures["evidence-gradients.svg"] = charts.as_file(charts.gradient_norms(files["ablations"]["trainings"], BEHIND))
+    return figures
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m videoqat.evaluation.evidence_figures", description="The figures of the evidence's page.")
+    parser.add_argument("folder", type=Path, help="where they are written")
+    parser.add_argument("tables", type=Path, nargs="+", help="JSON files called where or ablations; others have no figure")
+    arguments = parser.parse_args()
+    for name, svg in draw({path.stem: json.loads(path.read_text()) for path in arguments.tables}).items():
+        with atomic_path(writable_folder("folder", arguments.folder) / name) as aside:
+            aside.write_text(svg + "\n")
+        print(arguments.folder / name)
+
+
+if __name__ == "__main__":
+    main()
