@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.videos import random_st_lpips
 
 from videoqat.commands import execute
 from videoqat.config import EvidenceConfig, Row, SamplingConfig, Training, load
@@ -46,7 +47,7 @@ def made(tiny_pipeline: Path, tiny_cache: Path, tmp_path_factory: pytest.TempPat
     config = EvidenceConfig(
         base=str(tiny_pipeline), cache=str(tiny_cache), held_out=str(tiny_cache), out=str(out / "table"), trainings=TRAININGS, rows=ROWS,
         reference="BF16", plain="NVFP4", seeds=[3], train=TRAIN, samples=4, timesteps=2, prompts=str(out / "prompts.txt"),
-        sampling=SamplingConfig(num_frames=17, height=32, width=32, num_inference_steps=1),
+        st_lpips=str(random_st_lpips(out / "st_lpips.pth")), sampling=SamplingConfig(num_frames=17, height=32, width=32, num_inference_steps=1),
     )  # fmt: skip
     assert len(plan(config)["missing"]) == 4
     with in_this_process():
@@ -71,6 +72,8 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
         assert video["seed"] == 3000
         assert video["fidelity"]["identical"] is (name == "BF16")  # the floor: rendered again, the same
         assert row["judged"]["videos"] == 1
+        assert (video["fidelity"]["st_lpips_mean"] > 0) is (name != "BF16")
+        assert set(row["st_lpips"]) == {"sha256"}
     assert rows["NVFP4"]["videos"][0]["fidelity"]["ssim_mean"] < 1
 
 
@@ -96,6 +99,8 @@ def test_what_a_name_stands_for_cannot_change(made: tuple[EvidenceConfig, dict])
         run(replace(config, trainings=[TRAININGS[0], replace(TRAININGS[1], steps=4)]))
     with pytest.raises(ConfigError, match="samples=5"):
         run(replace(config, samples=5))
+    with pytest.raises(ConfigError, match=r"st_lpips={'absent': 'st_lpips=none'} .*sha256.*or another out"):
+        run(replace(config, st_lpips="none"))
     told = run(more)  # no time: nothing is begun, and what is there is gathered
     assert told["exit_code"] == 1
     assert all("the time is over" in problem for problem in told["problems"])

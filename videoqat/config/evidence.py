@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import choice, existing, model_folder, require
+from videoqat.config.checks import check_st_lpips, choice, existing, model_folder, require
 from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
 from videoqat.errors import ConfigError
 from videoqat.recipes import FORWARD_FIELDS, AttentionRecipe, get_recipe, kept_fields, recipe_from_dict
@@ -115,6 +115,7 @@ class MeasureConfig:
     seed: int = 0  # of the first video; each has the next
     out: str = MISSING  # a folder for result.json and videos/
     reference: str = ""  # such a folder of another row: its videos are those that this one's are held against
+    st_lpips: str = "auto"  # of the videos: auto (where its weights are installed) | installed (an error where not) | none | a file with its weights
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
@@ -128,6 +129,7 @@ class MeasureConfig:
             existing("prompts", self.prompts)
         if self.reference:
             existing("reference", self.reference, folder=True)
+        check_st_lpips(self.st_lpips)
         self.sampling.validate()
         self.runtime.validate()
 
@@ -153,6 +155,7 @@ class EvidenceConfig:
     samples: int = 256
     timesteps: int = 4
     prompts: str = ""
+    st_lpips: str = "auto"  # of the videos, as `evidence measure` has it
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     at_once: int = 1  # processes on each device
     minutes: float = 0.0  # after which nothing new is begun; 0: no limit
@@ -193,5 +196,6 @@ class EvidenceConfig:
         require(self.minutes >= 0, "minutes", self.minutes, "0 (no limit) or more")
         if self.prompts:
             existing("prompts", self.prompts)
+        check_st_lpips(self.st_lpips)
         self.sampling.validate()
         self.runtime.validate()

@@ -15,7 +15,7 @@ from videoqat.attention.backends import record_receipts
 from videoqat.config import MeasureConfig, ObjectiveConfig, SamplingConfig, require, to_dict
 from videoqat.console import progress
 from videoqat.data.video_io import read_video, write_video
-from videoqat.evaluation import fidelity
+from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
 from videoqat.files import writable_folder, write_json
 from videoqat.generation.engine import Engine, check_recipe, check_sampling
@@ -37,8 +37,9 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         `clip_losses` (mean over times of each clip; the same clips, noise and times whatever the model: they are paired; null where the recipe
         keeps denoising steps in bf16, since a loss has no steps), `four_bit_share` (of attention's products of any kind in a video, those of 4-bit
         operands), `videos` (prompt, seed, `flicker`, `fidelity` to the reference's video or, without a reference, to the same video rendered again:
-        the floor; `judged`: [garment, direction]), `judged` (`judges.accuracies`, and `real_clips`, the judges' own on those; null where a caption
-        is none of the set's), `kernels` that served (losses and videos), `config`, `recipe` and `provenance`.
+        the floor; `judged`: [garment, direction]), `st_lpips` (the hash of its weights, or why it is absent; null without videos), `judged`
+        (`judges.accuracies`, and `real_clips`, the judges' own on those; null where a caption is none of the set's), `kernels` that served (losses
+        and videos), `config`, `recipe` and `provenance`.
 
     Raises:
         UserError: bad input. NonFiniteLoss, NonFiniteVideo: what the model gives is no number.
@@ -54,6 +55,9 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
         require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")
     judged = has_judges(prompts, config.sampling)
+    network, about_lpips = None, None
+    if prompts:
+        network, about_lpips = st_lpips.load(config.st_lpips, [(config.sampling.height, config.sampling.width)], config.runtime.resolve()[0])
     out = writable_folder("out", config.out)
     engine = Engine(config.model, config.runtime)
     engine.install(recipe)
@@ -68,7 +72,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
             num_times=config.timesteps,
         )
     judges = Judges.load() if judged else None
-    videos = [_video(config, engine, judges, place, prompt) for place, prompt in enumerate(progress(prompts, desc="videos", unit="video"))]
+    videos = [_video(config, engine, judges, network, place, prompt) for place, prompt in enumerate(progress(prompts, desc="videos", unit="video"))]
     seen = None
     if judges:
         seen = accuracies([CAPTIONS[prompt] for prompt in prompts], [(video["judged"][0], video["judged"][1]) for video in videos])
@@ -77,6 +81,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         "clip_losses": None if recipe.keep_first_steps or recipe.keep_last_steps else losses.mean(axis=1).tolist(),
         "four_bit_share": _four_bit_share(engine, recipe, flops, config.sampling.num_inference_steps),
         "videos": videos,
+        "st_lpips": about_lpips,
         "judged": seen,
         "kernels": sorted({receipt.kernel for receipt in receipts} | {kernel for video in videos for kernel in video.pop("kernels")}),
         "config": to_dict(config),
@@ -123,7 +128,7 @@ def has_judges(prompts: list[str], sampling: SamplingConfig) -> bool:
     return known
 
 
-def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, place: int, prompt: str) -> dict[str, Any]:
+def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, network: st_lpips.StLpips | None, place: int, prompt: str) -> dict[str, Any]:
     """Renders, writes and looks at one video. Fidelity is between videos as they are on the disk, and so is what judges see."""
 
     def frames(folder: str, name: str) -> np.ndarray:
@@ -144,6 +149,6 @@ def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, place: 
         against = frames(config.out, f"{place:03d}-again.mp4")
     kernels = [receipt["kernel"] for receipt in made.receipts]
     told = {"prompt": prompt, "seed": config.seed + place, "kernels": kernels, "flicker": fidelity.flicker(mine)}
-    kept = ("psnr_mean", "psnr_min", "ssim_mean", "ssim_min", "identical")
-    found = fidelity.fidelity(against, mine)
-    return told | {"fidelity": {key: found[key] for key in kept}, "judged": list(judges.judge(mine)) if judges else None}
+    found = fidelity.fidelity(against, mine, network)
+    by_frame = ("psnr", "ssim", "st_lpips", "identical_frames")
+    return told | {"fidelity": {key: found[key] for key in found if key not in by_frame}, "judged": list(judges.judge(mine)) if judges else None}

@@ -27,6 +27,7 @@ import yaml
 
 from videoqat.config import EvidenceConfig, Row, Training, require, to_dict
 from videoqat.console import say
+from videoqat.evaluation import st_lpips
 from videoqat.evaluation.evidence import RESULT, has_judges
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
@@ -115,7 +116,7 @@ def _row_job(config: EvidenceConfig, row: Row, seed: int, reference: str) -> Job
     words += [f"sampling.{key}={json.dumps(value)}" for key, value in to_dict(config.sampling).items()]
     needs = [Path(model)]
     if config.prompts and row.videos:
-        words.append(f"prompts={config.prompts}")
+        words += [f"prompts={config.prompts}", f"st_lpips={config.st_lpips}"]
         if row.name != reference:
             words.append(f"reference={first}")
             needs.append(first / RESULT)
@@ -213,10 +214,18 @@ def plan(config: EvidenceConfig) -> dict[str, Any]:
     if config.prompts:
         has_judges(read_prompts(config.prompts), config.sampling)
         check_sampling(config.base, config.sampling)
+    _about_st_lpips(config)
     for row in config.rows:
         check_recipe(config.base, row.resolve(config.sensitivity), config.sampling)
     rows, left = wanted(config), [str(_row_folder(config, row.name, seed)) for row, seed in missing(config)]
     return {"trainings": len({(row.training, seed) for row, seed in rows if row.training}), "rows": len(rows), "missing": left}
+
+
+def _about_st_lpips(config: EvidenceConfig) -> dict[str, str] | None:
+    """Which weights it has, or why it is absent; None for a table without videos."""
+    if not config.prompts or not any(row.videos for row in config.rows):
+        return None
+    return st_lpips.load(config.st_lpips, [(config.sampling.height, config.sampling.width)])[1]
 
 
 def run(config: EvidenceConfig) -> dict[str, Any]:
@@ -252,8 +261,10 @@ def _agree_with_earlier(config: EvidenceConfig, record: Path) -> None:
         ConfigError: it doesn't; the setting and its earlier value are named.
     """
     given = to_dict(config)
-    free = ("out", "rows", "trainings", "seeds", "at_once", "minutes", "sensitivity")
+    free = ("out", "rows", "trainings", "seeds", "at_once", "minutes", "sensitivity", "st_lpips")
     settings = {key: value for key, value in given.items() if key not in free}
+    about_lpips = _about_st_lpips(config)  # the hash of its weights, wherever the file lies
+    settings |= {"st_lpips": about_lpips} if about_lpips else {}
     settings |= {f"{kind} {one['name']!r}": one for kind in ("rows", "trainings") for one in given[kind]}
     settings |= {f"recipe of row {row.name!r}": row.resolve(config.sensitivity).to_dict() for row in config.rows if row.keep}
     earlier = json.loads(record.read_text()) if record.is_file() else {}
