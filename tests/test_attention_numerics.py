@@ -27,6 +27,12 @@ VARIANTS = {
     "normalizer_output": AttentionRecipe("normalizer_output", normalizer="quantised", delta="output"),
     "grad_p": AttentionRecipe("grad_p", normalizer="quantised", grad_p="quantised"),
     "grad_p_exact_dv": AttentionRecipe("grad_p_exact_dv", normalizer="quantised", grad_p="quantised", dv_p="exact"),
+    "v_head_dim": AttentionRecipe("v_head_dim", v_blocks="head_dim", scale_divisors=(6, 4)),
+    "mxfp4_v_head_dim": AttentionRecipe("mxfp4_v_head_dim", qk="bf16", pv="mxfp4", v_blocks="head_dim", normalizer="quantised"),
+    "rotated": AttentionRecipe("rotated", rotate_qk=True, scale_divisors=(6, 4)),
+    "rotated_smooth": AttentionRecipe("rotated_smooth", qk="mxfp4", pv="mxfp8", rotate_qk=True, smooth_q=True, smooth_k=True),
+    "twice": AttentionRecipe("twice", twice=("q", "k", "v", "p")),
+    "twice_two_level_p": AttentionRecipe("twice_two_level_p", twice=("k", "p"), two_level_p=True, p_gain_log2=0, scale_divisors=(6, 4)),
     "everything": AttentionRecipe(
         "everything", p_gain_log2=0, scale_divisors=(6, 4), smooth_q=True, smooth_k=True, two_level_p=True, normalizer="quantised", delta="output"
     ),
@@ -116,7 +122,7 @@ def test_grouped_heads(heads, kv_heads):
     check(*make(batch=2, num_queries=20, num_keys=33, heads=heads, kv_heads=kv_heads, seed=4), RECIPES["attn_qat"], causal=True)
 
 
-@pytest.mark.parametrize("name", ["attn_qat", "attn_qat_search", "sage3", "mxfp4", "normalizer", "b200_nvfp4_fp8"])
+@pytest.mark.parametrize("name", ["attn_qat", "attn_qat_search", "sage3", "mxfp4", "normalizer", "b200_nvfp4_fp8", "v_head_dim", "rotated", "twice"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_key_lengths_with_garbage_behind_them(name, causal):
     q, k, v, grad_out = make(batch=4, num_queries=21, num_keys=45, seed=5)
@@ -231,14 +237,16 @@ def test_batch_elements_are_independent():
             torch.testing.assert_close(all_of_them[b], single[b], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["attn_qat", "attn_qat_search", "attn_qat_paper", "qk_nvfp4", "pv_nvfp4", "mxfp4", "b200_mxfp8_fp8"])
+@pytest.mark.parametrize(
+    "name", ["attn_qat", "attn_qat_search", "attn_qat_paper", "qk_nvfp4", "pv_nvfp4", "mxfp4", "b200_mxfp8_fp8", "v_head_dim", "rotated"]
+)
 def test_backward_is_autograd_through_straight_through_quantisers(name):
     q, k, v, grad_out = make(batch=2, num_queries=30, num_keys=45, heads=4, kv_heads=2, seed=15)
-    _, _, unsure = NaiveAttention(q, k, v, RECIPES[name]).forward()
+    _, _, unsure = NaiveAttention(q, k, v, VARIANTS[name]).forward()
     grad_out = grad_out.masked_fill(unsure.unsqueeze(-1), 0.0)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    gradients = torch.autograd.grad(attention(*leaves, RECIPES[name]), leaves, grad_out)
-    for actual, truth in zip(gradients, straight_through_autograd(q, k, v, grad_out, RECIPES[name]), strict=True):
+    gradients = torch.autograd.grad(attention(*leaves, VARIANTS[name]), leaves, grad_out)
+    for actual, truth in zip(gradients, straight_through_autograd(q, k, v, grad_out, VARIANTS[name]), strict=True):
         assert relative(actual, truth) < 1e-5
 
 
@@ -253,6 +261,12 @@ NEIGHBOURS = [
     ("attn_qat_paper", {"two_level_p": True}, "ov", 1e-4),
     ("attn_qat", {"delta": "output"}, "qk", 1e-3),
     ("attn_qat", {"dv_p": "exact"}, "v", 1e-3),
+    ("attn_qat", {"rotate_qk": True}, "oqkv", 1e-3),
+    ("attn_qat", {"twice": ("q",)}, "oqkv", 1e-3),
+    ("attn_qat", {"twice": ("k",)}, "oqkv", 1e-3),
+    ("attn_qat", {"twice": ("v",)}, "oqk", 1e-3),
+    ("attn_qat", {"twice": ("p",)}, "ov", 1e-3),
+    ("attn_qat", {"v_blocks": "head_dim"}, "oqk", 1e-3),
     *[("attn_qat", {"qk": qk}, "oqkv", 1e-3) for qk in ("bf16", "mxfp4", "mxfp8", "fp8")],
     *[("attn_qat", {"pv": pv, "p_gain_log2": 8}, "oqkv", 1e-3) for pv in ("bf16", "mxfp4", "mxfp8", "fp8")],
 ]

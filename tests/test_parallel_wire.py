@@ -9,7 +9,7 @@ from helpers.ranks import run_ranks
 from helpers.sequence import assert_close, draw, sequence_ranks, ulysses_ranks, with_gradients
 
 from videoqat.attention import attention, coded, record_receipts
-from videoqat.attention.coded import attention_forward_coded, code_shapes, encode, packed_obstacle
+from videoqat.attention.coded import attention_forward_coded, code_shapes, encode, layout, packed_obstacle
 from videoqat.attention.functional import attention_backward
 from videoqat.errors import AttentionError, ConfigError
 from videoqat.models.install import install, shard_sequence
@@ -23,7 +23,9 @@ CODED = {
     "search": AttentionRecipe("search", scale_divisors=SEARCH_DIVISORS),
     "mxfp4": RECIPES["mxfp4"],
     "mxfp8_fp8": RECIPES["b200_mxfp8_fp8"],  # v has no codes
+    "rotated": AttentionRecipe("rotated", rotate_qk=True, twice=("p",)),
     "mixed": AttentionRecipe("mixed", qk="nvfp4", pv="mxfp8"),
+    "v_head_dim": AttentionRecipe("v_head_dim", v_blocks="head_dim", scale_divisors=(6.0, 4.0)),
 }
 
 
@@ -117,7 +119,7 @@ def from_codes(q, k, v, grad, recipe, kernel, kv_len, code_v):
 @pytest.mark.parametrize(
     ("kernel", "name", "code_v"),
     [("torch", name, code_v) for name in CODED for code_v in (True, False) if name != "mxfp8_fp8" or not code_v]
-    + [("triton", "search", True), ("triton", "mixed", False), ("triton", "mxfp8_fp8", False)],
+    + [("triton", "search", True), ("triton", "v_head_dim", True), ("triton", "mixed", False), ("triton", "mxfp8_fp8", False)],
 )
 def test_attention_from_codes_is_attention(kernel, name, code_v):
     batch, kv_len = (2, torch.tensor([37, 20])) if kernel == "torch" else (1, torch.tensor([20]))  # Triton's interpreter is slow
@@ -134,28 +136,27 @@ def test_attention_from_codes_is_attention(kernel, name, code_v):
         leaves = [*(x.detach() for x in leaves), grad]
 
 
-@pytest.mark.parametrize("along_tokens", [False, True])
-@pytest.mark.parametrize("name", ["search", "mixed"])
-def test_kernels_make_the_same_codes(name, along_tokens):
+@pytest.mark.parametrize("is_v", [False, True])
+@pytest.mark.parametrize("name", ["search", "mixed", "v_head_dim"])
+def test_kernels_make_the_same_codes(name, is_v):
     (x,) = difficult((2, 37, 1, 48))
     lengths = torch.tensor([37, 21])
     recipe = CODED[name].as_json
     by_torch, by_triton = (
-        encode(x.transpose(1, 2).contiguous().transpose(1, 2), lengths, along_tokens, recipe, kernel, False) for kernel in ("torch", "triton")
+        encode(x.transpose(1, 2).contiguous().transpose(1, 2), lengths, is_v, recipe, kernel, False) for kernel in ("torch", "triton")
     )
     assert all(torch.equal(a, b) for a, b in zip(by_torch, by_triton, strict=True))
-    format = CODED[name].pv if along_tokens else CODED[name].qk
-    assert tuple(tuple(part.shape) for part in by_torch) == code_shapes(x.shape, format, along_tokens)
+    assert tuple(tuple(part.shape) for part in by_torch) == code_shapes(x.shape, *layout(CODED[name], is_v))
     zeroed = x.clone()
     zeroed[1, 21:] = 0
-    assert all(torch.equal(a, b) for a, b in zip(by_torch, encode(zeroed, None, along_tokens, recipe, "torch", False), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(by_torch, encode(zeroed, None, is_v, recipe, "torch", False), strict=True))
 
 
 @pytest.mark.parametrize("kernel", ["torch", "triton"])
 def test_operators_of_codes_are_sound(kernel):
     checks = {"test_utils": ("test_schema", "test_faketensor")} if kernel == "triton" else {}  # the interpreter is slow
     q, k, v = draw((1, 10, 1, 32), (1, 19, 1, 32), (1, 19, 1, 32))
-    for name, code_v in (("search", True), ("search", False), ("mxfp8_fp8", False))[kernel == "triton" :]:
+    for name, code_v in (("search", True), ("search", False), ("v_head_dim", False), ("mxfp8_fp8", False))[kernel == "triton" :]:
         recipe = CODED[name].as_json
         choice = (recipe, kernel, True)
         codes = [*encode(q, None, False, *choice), *encode(k, None, False, *choice)]

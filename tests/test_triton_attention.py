@@ -124,6 +124,8 @@ VARIANTS = {
     "mxfp8": AttentionRecipe("m8", qk="mxfp8", pv="mxfp8"),
     "mxfp4_quantised_gradient": AttentionRecipe("m4", qk="mxfp4", pv="mxfp4", normalizer="quantised", grad_p="quantised"),
     "fp8_quantised_gradient": AttentionRecipe("f8", pv="fp8", p_gain_log2=8, normalizer="quantised", grad_p="quantised"),
+    "v_head_dim": AttentionRecipe("v", v_blocks="head_dim", scale_divisors=(6.0, 4.0)),
+    "mxfp4_v_head_dim": AttentionRecipe("v4", qk="mxfp4", pv="mxfp4", v_blocks="head_dim"),
     "plain_fp8": AttentionRecipe("f", qk="fp8", pv="fp8", p_gain_log2=3),
 }
 
@@ -234,6 +236,14 @@ def test_long_sequences(magnitude, head_dim, recipe):
     q, k, v, grad_out = make(1, 16384, 16384, 1, 1, head_dim)
     q = q * magnitude
     assert_close(run(q, k, v, grad_out, RECIPES[recipe]), truth(q, k, v, grad_out, RECIPES[recipe]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_blocks_of_v_along_head_dim(head_dim):
+    tensors = make(2, 300, 500, 4, 2, head_dim)
+    options = {"kv_len": torch.tensor([500, 77], device=DEVICE), "causal": True}
+    assert_close(run(*tensors, VARIANTS["v_head_dim"], **options), truth(*tensors, VARIANTS["v_head_dim"], **options))
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ from videoqat.files import shipped
 T = TypeVar("T")
 
 OPERAND_FORMATS = ("bf16", "nvfp4", "mxfp4", "mxfp8", "fp8", "int8")
+BLOCK_FORMATS = ("nvfp4", "mxfp4", "mxfp8")  # neighbours share a scale
+PRODUCT_OF = {"q": "qk", "k": "qk", "v": "pv", "p": "pv"}  # the field that holds an operand's format
 SEARCH_DIVISORS = (6.0, 6.5, 5.6, 4.0)
 ATTENTION_KINDS = ("self", "joint", "cross", "refiner")
 COMPONENTS = ("transformer", "transformer_2")  # what pipelines call their transformers, the one for high noise first
@@ -26,7 +28,8 @@ CHOICE_KEYS = ("max_error", "max_kept", "min_share")  # limits by which `keep_la
 AUTO_KEYS = {"sensitivity", *CHOICE_KEYS}
 # What a forward computes depends on these alone, beside where it is quantised at all; the rest are a name, and the backward's.
 FORWARD_FIELDS = (
-    "qk", "pv", "p_gain_log2", "scale_divisors", "normalizer", "smooth_q", "smooth_k", "two_level_p", "attention_kinds",
+    "qk", "pv", "p_gain_log2", "scale_divisors", "v_blocks", "normalizer", "smooth_q", "smooth_k", "rotate_qk", "two_level_p", "twice",
+    "attention_kinds",
 )  # fmt: skip
 
 
@@ -39,13 +42,16 @@ class AttentionRecipe:
         qk: format of Q and K in S = Q K^T, blocks along head_dim; one of `OPERAND_FORMATS` (`bf16`: left as they come; `int8`: SageBwd, for
             qk and pv together, with smooth_k as its only variant).
         pv: format of P and V in O = P V, blocks along keys.
+        v_blocks: V's blocks run along `tokens`, or along `head_dim`: a training ablation, which block-scaled hardware can't serve.
         p_gain_log2: g; P is multiplied by 2^g before it is quantised, and the gain cancels in the division by l.
         scale_divisors: divisors c tried for the NVFP4 scale E4M3(amax / c) of Q, K and V; the least squared error wins, the first of equals.
         normalizer: `exact` (l sums p) or `quantised` (l sums p').
         grad_p: P in dS: `exact`, or `quantised` (only with a quantised normaliser).
         smooth_q: subtract from Q the mean of its block of 128 tokens; mean_q K^T is added to S in high precision.
         smooth_k: subtract from K its mean over tokens.
+        rotate_qk: multiply Q and K of each head by a Hadamard matrix, before anything else: no logit changes, but no channel sticks out.
         two_level_p: SageAttention3's scale for each row and 128 keys, before NVFP4.
+        twice: which of `q`, `k`, `v` and `p` are two NVFP4 terms, x' = N(x) + N(x - N(x)): one more 4-bit product for each, for studies.
         delta: D in dS = P (dP - D): `high_precision_output` (rowsum of dO and O_hp = P V'), or `output` (from O: the paper's ablation).
         dv_p: P in dV = P^T dO: `quantised` (the forward's codes), or `exact` (the paper's ablation).
         attention_kinds: which attention is quantised: `self` (video tokens), `joint` (text and video), `cross` (to text), `refiner` (text
@@ -63,11 +69,14 @@ class AttentionRecipe:
     pv: str = "nvfp4"
     p_gain_log2: int = 11
     scale_divisors: tuple[float, ...] = (6.0,)
+    v_blocks: str = "tokens"
     normalizer: str = "exact"
     grad_p: str = "exact"
     smooth_q: bool = False
     smooth_k: bool = False
+    rotate_qk: bool = False
     two_level_p: bool = False
+    twice: tuple[str, ...] = ()
     delta: str = "high_precision_output"
     dv_p: str = "quantised"
     attention_kinds: tuple[str, ...] = ("self", "joint")
@@ -93,21 +102,27 @@ class AttentionRecipe:
             raise ConfigError(f"recipe name {self.name!r} is not text")
         sequence("scale_divisors", int | float)
         sequence("attention_kinds", str)
+        sequence("twice", str)
         sequence("keep_layers", int)
         sequence("keep_components", str)
         for field, scalar in (
-            ("smooth_q", bool), ("smooth_k", bool), ("two_level_p", bool), ("p_gain_log2", int), ("keep_first_steps", int), ("keep_last_steps", int),
+            ("smooth_q", bool), ("smooth_k", bool), ("rotate_qk", bool), ("two_level_p", bool), ("p_gain_log2", int), ("keep_first_steps", int),
+            ("keep_last_steps", int),
         ):  # fmt: skip
             if type(getattr(self, field)) is not scalar:
                 raise ConfigError(f"recipe {self.name!r}: {field}={getattr(self, field)!r} is not {scalar.__name__}")
         legal("qk", self.qk, OPERAND_FORMATS)
         legal("pv", self.pv, OPERAND_FORMATS)
+        legal("v_blocks", self.v_blocks, ("tokens", "head_dim"))
         legal("normalizer", self.normalizer, ("exact", "quantised"))
         legal("grad_p", self.grad_p, ("exact", "quantised"))
         legal("delta", self.delta, ("high_precision_output", "output"))
         legal("dv_p", self.dv_p, ("quantised", "exact"))
         for kind in self.attention_kinds:
             legal("attention_kinds", kind, ATTENTION_KINDS)
+        for operand in self.twice:
+            legal("twice", operand, tuple(PRODUCT_OF))
+        object.__setattr__(self, "twice", tuple(operand for operand in PRODUCT_OF if operand in self.twice))
         # 2^g/6 <= 448 (E4M3's largest scale) bounds g at 11; plain fp8 elements saturate at 448, so there 2^8 is the largest power of two.
         largest_gain = 8 if self.pv == "fp8" else 11
         legal("p_gain_log2", self.p_gain_log2, tuple(range(largest_gain + 1)))
@@ -116,10 +131,18 @@ class AttentionRecipe:
         self._check_kept()
         if self.scale_divisors != (6.0,) and "nvfp4" not in (self.qk, self.pv):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors are for nvfp4, but qk={self.qk} and pv={self.pv}")
+        if self.v_blocks != "tokens" and self.pv not in BLOCK_FORMATS:
+            raise ConfigError(f"recipe {self.name!r}: v_blocks={self.v_blocks!r} needs pv of {', '.join(BLOCK_FORMATS)}, but pv={self.pv}")
         if self.grad_p == "quantised" and self.normalizer != "quantised":
             raise ConfigError(f"recipe {self.name!r}: grad_p='quantised' needs normalizer='quantised' (rows of dS must sum to zero)")
         if self.two_level_p and (self.pv != "nvfp4" or self.p_gain_log2 != 0):
             raise ConfigError(f"recipe {self.name!r}: two_level_p needs pv='nvfp4' and p_gain_log2=0 (its row scale is the gain)")
+        if self.rotate_qk and self.qk in ("bf16", "int8"):
+            raise ConfigError(f"recipe {self.name!r}: rotate_qk is for qk of {', '.join(BLOCK_FORMATS)} or fp8, not {self.qk}")
+        for operand in self.twice:
+            format = getattr(self, PRODUCT_OF[operand])
+            if format != "nvfp4":
+                raise ConfigError(f"recipe {self.name!r}: twice={operand!r} needs {PRODUCT_OF[operand]}='nvfp4', not {format!r}")
         self._check_int8()
 
         # How the recipe travels through the attention operator. Made here once: torch.compile can read a string, but not run this.
@@ -196,11 +219,14 @@ class AttentionRecipe:
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dict; `recipe_from_dict` is its inverse.
 
-        Of steps and single transformers only what is kept is in it: what was written before there were such keys means the same, and is equal.
+        Keys that came later are in it only where they say something: what was written before there were such keys means the same, and is equal.
         """
         fields: dict[str, Any] = {k: v for k, v in dataclasses.asdict(self).items() if k != "as_json"}
-        later = ("keep_layers_in", "keep_components", "keep_first_steps", "keep_last_steps")
-        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if k not in later or v}
+        later = {
+            "v_blocks": "tokens", "rotate_qk": False, "twice": (), "keep_layers_in": (), "keep_components": (), "keep_first_steps": 0,
+            "keep_last_steps": 0,
+        }  # fmt: skip
+        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in fields.items() if v != later.get(k)}
         if self.keep_layers_in:
             fields["keep_layers_in"] = {component: list(kept) for component, kept in self.keep_layers_in}
         return fields

@@ -15,6 +15,36 @@ from videoqat.recipes import AttentionRecipe
 LOG2_E = math.log2(math.e)
 
 
+def hadamard_matrix(d: int) -> Tensor:
+    """(d, d) fp64: Sylvester's matrix, whose sign in row i and column j is the parity of the bits that i and j share, in blocks of the largest
+    power of two that divides d."""
+    n = max(2**k for k in range(12) if d % 2**k == 0)
+    signs = [[(-1) ** bin(i & j).count("1") for j in range(n)] for i in range(n)]
+    return torch.block_diag(*[torch.tensor(signs, dtype=torch.float64) / math.sqrt(n)] * (d // n))
+
+
+def rotate(x: Tensor) -> Tensor:
+    """x times that matrix in the one order of evaluation, channel by channel (fp32, to the last bit)."""
+    n = max(2**k for k in range(12) if x.shape[-1] % 2**k == 0)
+    channels, h = list(x.float().unbind(-1)), 1
+    while h < n:
+        for i in range(len(channels)):
+            if not i & h:
+                a, b = channels[i], channels[i + h]
+                channels[i], channels[i + h] = a + b, a - b
+        h *= 2
+    return (torch.stack(channels, dim=-1) * torch.tensor(1 / math.sqrt(n), dtype=torch.float32)).to(x.dtype)
+
+
+def terms(x: Tensor, format: str, divisors, twice: bool) -> Tensor:
+    """x', blocks along the last axis, fp64: N(x), or N(x) + N(x - N(x))."""
+    values = fake_quantize(x, format, -1, divisors).double()
+    if twice:
+        rest = (x.double() - values).float()
+        values = values + fake_quantize(rest, format, -1, divisors).double()
+    return values
+
+
 class NaiveAttention:
     """One call: inputs (B, N, H, d) fp32; then `forward()` and `backward(grad_out)`."""
 
@@ -24,6 +54,9 @@ class NaiveAttention:
         self.scale = q.shape[-1] ** -0.5 if scale is None else scale
         self.group = q.shape[2] // k.shape[2]
         self.lengths = [k.shape[1]] * q.shape[0] if kv_len is None else kv_len.tolist()
+        self.h = hadamard_matrix(q.shape[-1]) if recipe.rotate_qk else torch.eye(q.shape[-1], dtype=torch.float64)
+        if recipe.rotate_qk:
+            q, k = rotate(q), rotate(k)
         self.q, self.k, self.v = q.float(), k.float(), v.float()
         self.rows: dict = {}
         self.heads = {(b, h): self._head(b, h) for b in range(q.shape[0]) for h in range(q.shape[2])}
@@ -34,7 +67,7 @@ class NaiveAttention:
         return max(0, min(n, n - self.shape_q[1] + i + 1)) if self.causal else n
 
     def _head(self, b: int, h: int) -> dict:
-        """Smoothed and quantised operands of one query head, fp64, keys cut to their true length."""
+        """Rotated, smoothed and quantised operands of one query head, fp64, keys cut to their true length."""
         r, n = self.recipe, self.lengths[b]
         q, k, v = self.q[b, :, h], self.k[b, :n, h // self.group], self.v[b, :n, h // self.group]
         mean_k = k.sum(0) / max(n, 1) if r.smooth_k else torch.zeros_like(q[0])
@@ -43,20 +76,24 @@ class NaiveAttention:
         if r.smooth_q:
             for start in range(0, len(q), 128):
                 mean_q[start : start + 128] = q[start : start + 128].mean(0)
-        quantised_q = fake_quantize(q - mean_q, r.qk, -1, r.scale_divisors)
-        quantised_k = fake_quantize(k, r.qk, -1, r.scale_divisors) if n else k
-        quantised_v = fake_quantize(v.T.contiguous(), r.pv, -1, r.scale_divisors).T if n else v
+        quantised_q = terms(q - mean_q, r.qk, r.scale_divisors, "q" in r.twice)
+        quantised_k = terms(k, r.qk, r.scale_divisors, "k" in r.twice) if n else k
+        if n and r.v_blocks == "head_dim":
+            quantised_v = terms(v, r.pv, r.scale_divisors, "v" in r.twice)
+        else:
+            quantised_v = terms(v.T.contiguous(), r.pv, r.scale_divisors, "v" in r.twice).T if n else v
         head = {"q": quantised_q, "k": quantised_k, "v": quantised_v, "mean_q": mean_q, "k_plain": k, "offset": q.double() @ mean_k.double()}
         return {name: x.double() for name, x in head.items()}
 
     def _quantise_p(self, p: Tensor) -> Tensor:
         p = p.float()
         if not self.recipe.two_level_p:
-            return fake_quantize(p, self.recipe.pv, -1).double()
+            return terms(p, self.recipe.pv, (6.0,), "p" in self.recipe.twice)
         parts = []
         for tile in p.split(128):
             s1 = tile.max() * torch.tensor(1 / 2688, dtype=torch.float32)
-            parts.append(fake_quantize(tile * (1 / s1), "nvfp4", -1) * s1 if s1 > 0 else torch.zeros_like(tile))
+            scaled = terms(tile * (1 / s1), "nvfp4", (6.0,), "p" in self.recipe.twice) if s1 > 0 else torch.zeros_like(tile)
+            parts.append(scaled.float() * s1)
         return torch.cat(parts).double()
 
     def _row(self, b: int, h: int, i: int):
@@ -92,11 +129,13 @@ class NaiveAttention:
 
     def _hangs_on_last_bits(self, p: Tensor, p_quantised: Tensor, slack: float) -> bool:
         """Whether codes change when p changes by `slack`. (A code's or a scale's step is at least 6 % of the number; two levels also pass
-        the change itself on, and would hide it if the tile's largest p, which they divide by, moved with the others.)"""
+        the change itself on, and would hide it if the tile's largest p, which they divide by, moved with the others. Of two terms, the second's
+        steps may be much smaller, and there is none that doesn't count.)"""
         largest = torch.cat([tile.max().expand_as(tile) for tile in p.split(128)])
         for factor in (1 - slack, 1 + slack):
             moved = torch.where(p == largest, p, p * factor) if self.recipe.two_level_p else p * factor
-            if ((self._quantise_p(moved) - p_quantised).abs() > 1e-3 * p_quantised).any():
+            least = 0.0 if "p" in self.recipe.twice else 1e-3
+            if ((self._quantise_p(moved) - p_quantised).abs() > least * p_quantised).any():
                 return True
         return False
 
@@ -122,7 +161,7 @@ class NaiveAttention:
                     ds = p * (dp - do @ (p @ v))
                 dq[b, i, h] = self.scale * ds @ k
                 dk[b, :n, h // self.group] += self.scale * torch.outer(ds, x["q"][i] + x["mean_q"][i])
-        return dq, dk, dv
+        return dq @ self.h.T, dk @ self.h.T, dv
 
 
 def straight_through_autograd(q, k, v, grad_out, recipe: AttentionRecipe, scale=None):
@@ -137,11 +176,14 @@ def straight_through_autograd(q, k, v, grad_out, recipe: AttentionRecipe, scale=
         return x + (quantised - x).detach()
 
     qs, ks, vs = (x.transpose(1, 2) for x in leaves)
+    if recipe.rotate_qk:
+        qs, ks = (x @ hadamard_matrix(q.shape[-1]) for x in (qs, ks))
     ks, vs = (x.repeat_interleave(group, dim=1) for x in (ks, vs))
     qs = straight_through(qs, fake_quantize(qs.detach(), recipe.qk, -1, recipe.scale_divisors))
     ks = straight_through(ks, fake_quantize(ks.detach(), recipe.qk, -1, recipe.scale_divisors))
-    columns = vs.detach().transpose(-1, -2).contiguous()
-    vs = straight_through(vs, fake_quantize(columns, recipe.pv, -1, recipe.scale_divisors).transpose(-1, -2))
+    columns = vs.detach() if recipe.v_blocks == "head_dim" else vs.detach().transpose(-1, -2).contiguous()
+    columns = fake_quantize(columns, recipe.pv, -1, recipe.scale_divisors)
+    vs = straight_through(vs, columns if recipe.v_blocks == "head_dim" else columns.transpose(-1, -2))
     t = LOG2_E * (q.shape[-1] ** -0.5 if scale is None else scale) * qs @ ks.transpose(-1, -2)
     p = torch.softmax(t * math.log(2), dim=-1)
     plain = torch.exp2(t.detach() - t.detach().amax(-1, keepdim=True).ceil() + recipe.p_gain_log2)

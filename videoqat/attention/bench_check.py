@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import reference, sagebwd
+from videoqat.attention.rotation import rotated
 from videoqat.recipes import AttentionRecipe
 
 LAST_QUERIES = reference.SMOOTH_Q_TOKENS  # whole blocks of it, so that smooth_q's means are the same
@@ -52,6 +53,7 @@ def _gradients(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, grad_out_BNHd: Te
         options = {"scale": q_BNHd.shape[3] ** -0.5, "kv_len_B": None, "causal": False, "dtype": torch.float64}
         return sagebwd.backward(grad_out_BNHd, q_BNHd, k_BNHd, v_BNHd, saved[0], saved[2], saved[3], recipe, **options)
     num_queries, num_keys, d = q_BNHd.shape[1], k_BNHd.shape[1], q_BNHd.shape[3]
+    q_BNHd, k_BNHd = rotated(q_BNHd, recipe), rotated(k_BNHd, recipe)
     x = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=d**-0.5, kv_len_B=None, causal=False, dtype=torch.float64)
     grad_out = reference.rows_first(grad_out_BNHd, 1).double()
     dq, dk, dv = torch.empty_like(x.q_XRd), torch.zeros_like(x.k_XKd), torch.zeros_like(x.v_XKd)
@@ -65,4 +67,4 @@ def _gradients(q_BNHd: Tensor, k_BNHd: Tensor, v_BNHd: Tensor, grad_out_BNHd: Te
         _, m_XR, l_XR = reference.forward_rows(x, recipe, every, rows, buffers)
         dq[:, rows] = reference.backward_rows(x, recipe, every, rows, grad_out[:, rows], m_XR, l_XR, dk, dv, buffers)
     dq, dk, dv = (reference.tokens_first(y, 1, 1, torch.float64) for y in (dq, dk[:, :num_keys], dv[:, :num_keys]))
-    return dq, dk, dv
+    return rotated(dq, recipe), rotated(dk, recipe), dv

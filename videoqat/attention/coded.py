@@ -2,6 +2,7 @@
 
 What sequence parallelism sends from rank to rank is then 4.5 bits a number instead of 16. Blocks of q and k run along head_dim, those of v along
 tokens: tokens may be cut anywhere for q and k, and between two blocks for v, without changing a code. The numbers are those of `attention`.
+(With `v_blocks: head_dim`, v is as q and k are.)
 
 Codes have one layout for all kernels, heads before tokens, so that heads can be parted without moving bytes: for q and k, codes
 (B, H, N, d / 2) and scales (B, H, N, ceil(d / block)); for v, codes (B, H, ceil(N / block) * block / 2, d) and scales (B, H, ceil(N / block), d),
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from videoqat.attention import backends
 from videoqat.attention.functional import _check_kv_len_values, _from_json, _kernel
+from videoqat.attention.rotation import rotated
 from videoqat.errors import AttentionError
 from videoqat.formats import FORMATS
 from videoqat.recipes import AttentionRecipe
@@ -27,9 +29,16 @@ def packed_obstacle(recipe: AttentionRecipe) -> str | None:
     """Why codes can't stand for q and k of this recipe; None if they can."""
     if recipe.smooth_q or recipe.smooth_k:
         return "it smooths over tokens before it quantises, which takes the whole sequence"
+    if twice := [operand for operand in recipe.twice if operand != "p"]:
+        return f"twice={','.join(twice)} is two terms, and codes are of one"
     if recipe.qk not in FORMATS:
         return f"qk={recipe.qk} has no codes; {', '.join(FORMATS)} have"
     return None
+
+
+def layout(recipe: AttentionRecipe, is_v: bool) -> tuple[str, bool]:
+    """Format of v, or of q and k; and whether its blocks run along tokens."""
+    return (recipe.pv, recipe.v_blocks == "tokens") if is_v else (recipe.qk, False)
 
 
 def code_shapes(shape: Sequence[int], format: str, along_tokens: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -45,8 +54,8 @@ def code_shapes(shape: Sequence[int], format: str, along_tokens: bool) -> tuple[
 
 
 @torch.library.custom_op("videoqat::encode", mutates_args=())
-def encode(x: Tensor, lengths: Tensor | None, along_tokens: bool, recipe: str, kernel: str, training: bool) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x (B, N, H, d): of v in the recipe's pv (`along_tokens`), of q or k in its qk.
+def encode(x: Tensor, lengths: Tensor | None, is_v: bool, recipe: str, kernel: str, training: bool) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x (B, N, H, d): of v in the recipe's pv (`is_v`), of q or k in its qk (rotated, with `rotate_qk`).
 
     Args:
         lengths: (B,) integers; tokens from there on count as zeros. None: all are real.
@@ -54,20 +63,18 @@ def encode(x: Tensor, lengths: Tensor | None, along_tokens: bool, recipe: str, k
         kernel, training: as for `attention`, which decides the kernel.
     """
     parsed = _from_json(recipe)
-    format = parsed.pv if along_tokens else parsed.qk
     module = _kernel(recipe, x, kernel, training)
     if not hasattr(module, "forward_coded"):
         able = ", ".join(name for name, other in backends.KERNELS.items() if hasattr(other, "forward_coded"))
         chosen = backends.resolve(parsed, x.device, x.dtype, x.shape[3], kernel, training).kernel
         raise AttentionError(f"kernel {chosen!r} can't start from codes; legal with a packed wire: {able}")
-    codes, scales = module.encode(x, lengths, format, along_tokens, parsed.scale_divisors)
+    codes, scales = module.encode(x if is_v else rotated(x, parsed), lengths, *layout(parsed, is_v), parsed.scale_divisors)
     return codes, scales
 
 
 @encode.register_fake
-def _encode_fake(x: Tensor, lengths: Tensor | None, along_tokens: bool, recipe: str, kernel: str, training: bool) -> tuple[Tensor, Tensor]:
-    parsed = _from_json(recipe)
-    codes, scales = code_shapes(x.shape, parsed.pv if along_tokens else parsed.qk, along_tokens)
+def _encode_fake(x: Tensor, lengths: Tensor | None, is_v: bool, recipe: str, kernel: str, training: bool) -> tuple[Tensor, Tensor]:
+    codes, scales = code_shapes(x.shape, *layout(_from_json(recipe), is_v))
     return x.new_empty(codes, dtype=torch.uint8), x.new_empty(scales, dtype=torch.uint8)
 
 
@@ -124,5 +131,5 @@ def _attention_forward_coded_fake(
     lse, m_BHN, l_BHN = (codes[0].new_empty((B, H, num_queries), dtype=torch.float32) for _ in range(3))
     kept: list[Tensor] = []
     if training and v is not None and not _kernel(recipe, v, kernel, training).keeps(parsed)[2]:
-        kept = [codes[0].new_empty(shape) for shape in code_shapes(v.shape, parsed.pv, along_tokens=True)]
+        kept = [codes[0].new_empty(shape) for shape in code_shapes(v.shape, *layout(parsed, is_v=True))]
     return codes[0].new_empty((B, num_queries, H, head_dim), dtype=dtype), lse, m_BHN, l_BHN, kept

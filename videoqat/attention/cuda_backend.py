@@ -71,6 +71,10 @@ class CudaKernel:
             return "it serves inference only"
         if (recipe.qk, recipe.pv) != ("nvfp4", "nvfp4"):
             return f"it multiplies nvfp4, not qk={recipe.qk} and pv={recipe.pv}"
+        if recipe.v_blocks != "tokens":
+            return f"its FP4 products take V in blocks along tokens alone, not v_blocks={recipe.v_blocks}"
+        if recipe.twice:
+            return f"it multiplies each operand once, not twice={','.join(recipe.twice)}"
         if recipe.two_level_p:
             return "it has no two_level_p"
         if len(recipe.scale_divisors) > MAX_DIVISORS:

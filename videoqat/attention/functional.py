@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from videoqat.attention import backends, sdpa_backend
+from videoqat.attention.rotation import rotated
 from videoqat.errors import AttentionError
 from videoqat.recipes import AttentionRecipe, get_recipe, recipe_from_dict
 
@@ -171,6 +172,7 @@ def attention_forward(
     parsed = _from_json(recipe)
     receipt = backends.resolve(parsed, q.device, q.dtype, q.shape[3], kernel, training)
     with torch.autocast(q.device.type, enabled=False):  # it would run the fp32 products of an emulated kernel in bf16
+        q, k = rotated(q, parsed), rotated(k, parsed)
         result = backends.KERNELS[receipt.kernel].forward(q, k, v, kv_len, parsed, scale, causal, training)
     backends.record(receipt)
     return result
@@ -210,9 +212,11 @@ def attention_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dQ, dK, dV, contiguous, of the shapes and dtypes of q, k, v. Of q, k, v and out those that the kernel `keeps`; `kept` as it was returned."""
-    module = _kernel(recipe, grad_out, kernel, training=True)
+    module, parsed = _kernel(recipe, grad_out, kernel, training=True), _from_json(recipe)
     with torch.autocast(grad_out.device.type, enabled=False):
-        return module.backward(grad_out, q, k, v, out, m_BHN, l_BHN, kept, kv_len, num_keys, _from_json(recipe), scale, causal)
+        q, k = (None if x is None else rotated(x, parsed) for x in (q, k))
+        dq, dk, dv = module.backward(grad_out, q, k, v, out, m_BHN, l_BHN, kept, kv_len, num_keys, parsed, scale, causal)
+        return rotated(dq, parsed), rotated(dk, parsed), dv
 
 
 @attention_backward.register_fake

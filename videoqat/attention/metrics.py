@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import reference, sagebwd
+from videoqat.attention.rotation import rotated
 from videoqat.formats import FORMATS, block_health
 from videoqat.recipes import AttentionRecipe, get_recipe
 
@@ -54,9 +55,10 @@ def _health(
     factor = q_BNHd.shape[3] ** -0.5 if scale is None else scale
     if recipe.qk == "int8":
         return _int8_health(q_BNHd, k_BNHd, v_BNHd, recipe, factor, kv_len, max_queries)
+    exact = reference.prepare(q_BNHd, k_BNHd, v_BNHd, _EXACT, scale=factor, kv_len_B=kv_len, causal=False)
+    q_BNHd, k_BNHd = rotated(q_BNHd, recipe), rotated(k_BNHd, recipe)
     plain = reference.arrange(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)
     quantised = reference.prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=factor, kv_len_B=kv_len, causal=False)
-    exact = reference.prepare(q_BNHd, k_BNHd, v_BNHd, _EXACT, scale=factor, kv_len_B=kv_len, causal=False)
 
     num_rows = plain.q_XRd.shape[1]
     rows = slice(0, num_rows, -(-num_rows // max_queries))
@@ -80,7 +82,7 @@ def _health(
     for name, x, format, axis in (
         ("q", plain.q_XRd, recipe.qk, -1),
         ("k", plain.k_XKd[:, : plain.num_keys], recipe.qk, -1),
-        ("v", plain.v_XKd, recipe.pv, 1),
+        ("v", plain.v_XKd[:, : plain.num_keys], recipe.pv, reference.v_axis(recipe)),
     ):
         blocks, zero, saturated = block_health(x, format, axis, recipe.scale_divisors)
         health[f"{name}_scale_zero_share"] = zero / blocks if blocks else 0.0

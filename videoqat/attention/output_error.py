@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import reference, sagebwd
+from videoqat.attention.rotation import rotated
 from videoqat.recipes import AttentionRecipe
 
 
@@ -96,6 +97,7 @@ def _by_recipe(q: Tensor, k: Tensor, v: Tensor, recipe: AttentionRecipe, scale: 
         x = sagebwd.prepare(q, k, v, recipe, scale=scale, kv_len_B=None, causal=False).operands  # each query head is padded at its end
         rows_R = rows_R + rows_R // q.shape[1] * (x.q_XRd.shape[1] // group - q.shape[1])
     else:
+        q, k = rotated(q, recipe), rotated(k, recipe)
         x = reference.prepare(q, k, v, recipe, scale=scale, kv_len_B=None, causal=False)
     mean_q, limit = (None if y is None else y[:, rows_R] for y in (x.mean_q_XRd, x.limit_XR))
     x = replace(x, q_XRd=x.q_XRd[:, rows_R], mean_q_XRd=mean_q, limit_XR=limit, lse_offset_XR=None)

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from videoqat.attention.rotation import rotated
 from videoqat.formats import FORMATS, fake_quantize
 from videoqat.formats.int8 import INT8_TOKENS
 from videoqat.formats.rounding import round_e2m1_, round_e4m3_
@@ -49,7 +50,7 @@ class Operands:
         mean_q_XRd: with smooth_q, what was subtracted from each row of Q; else None.
         k_XKd: K', quantised (after smoothing).
         k_plain_XKd: with smooth_q, the K that mean_q meets: not quantised, smoothed with smooth_k; else None.
-        v_XKd: V', quantised along keys.
+        v_XKd: V', quantised along keys (or channels: `v_blocks`).
         limit_XR: how many keys a row sees: it sees keys 0 .. limit - 1. None: all of them.
         lse_offset_XR: with smooth_k, scale * q . mean_k: what smoothing took from every logit of the row; else None.
         num_keys: keys before padding.
@@ -101,16 +102,35 @@ def prepare(
     causal: bool,
     dtype: torch.dtype = torch.float32,
 ) -> Operands:
-    """Smoothed and quantised operands of `dtype`, quantised from fp32 values whatever `dtype` is: their codes never depend on it."""
+    """Smoothed and quantised operands of `dtype`, quantised from fp32 values whatever `dtype` is: their codes never depend on it.
+
+    q and k come as kernels get them: with `rotate_qk`, they have been rotated.
+    """
     x = arrange(q_BNHd, k_BNHd, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=causal)
     return replace(
         x,
-        q_XRd=fake_quantize(x.q_XRd, recipe.qk, -1, recipe.scale_divisors).to(dtype),
+        q_XRd=_quantised(x.q_XRd, recipe.qk, -1, recipe.scale_divisors, "q" in recipe.twice).to(dtype),
         mean_q_XRd=None if x.mean_q_XRd is None else x.mean_q_XRd.to(dtype),
-        k_XKd=fake_quantize(x.k_XKd, recipe.qk, -1, recipe.scale_divisors).to(dtype),
+        k_XKd=_quantised(x.k_XKd, recipe.qk, -1, recipe.scale_divisors, "k" in recipe.twice).to(dtype),
         k_plain_XKd=None if x.k_plain_XKd is None else x.k_plain_XKd.to(dtype),
-        v_XKd=fake_quantize(x.v_XKd, recipe.pv, 1, recipe.scale_divisors).to(dtype),
+        v_XKd=quantise_v(x.v_XKd, recipe).to(dtype),
     )
+
+
+def v_axis(recipe: AttentionRecipe) -> int:
+    """The axis of v_XKd along which its blocks run."""
+    return 1 if recipe.v_blocks == "tokens" else 2
+
+
+def quantise_v(v_XKd: Tensor, recipe: AttentionRecipe) -> Tensor:
+    """V' of V, which is zero behind its last key."""
+    return _quantised(v_XKd, recipe.pv, v_axis(recipe), recipe.scale_divisors, "v" in recipe.twice)
+
+
+def _quantised(x: Tensor, format: str, axis: int, divisors: tuple[float, ...], twice: bool) -> Tensor:
+    """x' of fp32 x: one term or two. Two add up exactly: less than 24 bits lie between 2 * 448 * 6 and half of the smallest scale, 2^-10."""
+    first = fake_quantize(x, format, axis, divisors)
+    return first + fake_quantize(x - first, format, axis, divisors) if twice else first
 
 
 def arrange(
@@ -183,11 +203,15 @@ def _inverse(l_X1R: Tensor) -> Tensor:
 
 def quantise_p(p_XKR: Tensor, recipe: AttentionRecipe, out_XKR: Tensor) -> Tensor:
     """p' of p >= 0, in blocks along keys, from p's fp32 value. Written to `out_XKR` (may be p itself) where that saves a copy; use the result."""
+    twice = "p" in recipe.twice
     if recipe.two_level_p:
         tiles = p_XKR.unflatten(1, (-1, TWO_LEVEL_KEYS))
         row_scale = tiles.float().amax(2, keepdim=True) * _RECIPROCAL_2688
-        tiles = (tiles.float() * row_scale.reciprocal().masked_fill_(row_scale == 0, 0.0)).to(p_XKR.dtype)
-        return fake_quantize(tiles.flatten(1, 2), recipe.pv, 1).unflatten(1, (-1, TWO_LEVEL_KEYS)).mul_(row_scale).flatten(1, 2)
+        scaled = (tiles.float() * row_scale.reciprocal().masked_fill_(row_scale == 0, 0.0)).flatten(1, 2)
+        quantised = _quantised(scaled, recipe.pv, 1, (6.0,), twice).to(p_XKR.dtype)
+        return quantised.unflatten(1, (-1, TWO_LEVEL_KEYS)).mul_(row_scale).flatten(1, 2)
+    if twice:
+        return _quantised(p_XKR.float(), recipe.pv, 1, (6.0,), twice).to(p_XKR.dtype)
     if recipe.pv != "nvfp4" or p_XKR.dtype != torch.float32:
         return fake_quantize(p_XKR, recipe.pv, 1)
     # The same as fake_quantize, without its passes for signs and for infinities (p has neither) and without new memory for every step.
@@ -290,6 +314,7 @@ def forward(
         out (B, Nq, H, d), and lse, m, l (B, H, Nq), all of `dtype`.
     """
     B, num_queries, H, d = q_BNHd.shape
+    q_BNHd, k_BNHd = rotated(q_BNHd, recipe), rotated(k_BNHd, recipe)
     x = prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=d**-0.5 if scale is None else scale, kv_len_B=kv_len, causal=causal, dtype=dtype)
     every = slice(None)
     out, m_XR, l_XR = forward_rows(x, recipe, every, every, _dense_buffers(x, FORWARD_BUFFERS))
@@ -315,6 +340,7 @@ def backward(
     """Dense backward in `dtype`: dQ, dK, dV of the shapes of q, k, v. `m_BHN` and `l_BHN` as `forward` returned them."""
     B, _, H, d = q_BNHd.shape
     num_keys, num_kv_heads = k_BNHd.shape[1:3]
+    q_BNHd, k_BNHd = rotated(q_BNHd, recipe), rotated(k_BNHd, recipe)
     x = prepare(q_BNHd, k_BNHd, v_BNHd, recipe, scale=d**-0.5 if scale is None else scale, kv_len_B=kv_len, causal=causal, dtype=dtype)
     grad_out = rows_first(grad_out_BNHd, num_kv_heads).to(dtype)
     m_XR, l_XR = (y.to(dtype).reshape(x.q_XRd.shape[:2]) for y in (m_BHN, l_BHN))
@@ -322,7 +348,7 @@ def backward(
     every = slice(None)
     dq = backward_rows(x, recipe, every, every, grad_out, m_XR, l_XR, dk, dv, _dense_buffers(x, BACKWARD_BUFFERS))
     dk, dv = (tokens_first(y[:, :num_keys], B, num_kv_heads, dtype) for y in (dk, dv))
-    return tokens_first(dq, B, H, dtype), dk, dv
+    return rotated(tokens_first(dq, B, H, dtype), recipe), rotated(dk, recipe), dv
 
 
 def _dense_buffers(x: Operands, count: int) -> list[Tensor]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import reference, sagebwd
-from videoqat.formats import FORMATS, Quantized, fake_quantize, quantize, unpack_e2m1
+from videoqat.formats import FORMATS, Quantized, quantize, unpack_e2m1
 from videoqat.recipes import AttentionRecipe
 
 BY_NAME_ONLY = ()
@@ -88,10 +88,13 @@ def _decoded(
 
     q, k = (_values(codes[i], codes[i + 1], recipe.qk, 3, head_dim).transpose(1, 2) for i in (0, 2))
     if v_BNHd is None:
-        v = _values(codes[4].transpose(2, 3), codes[5].transpose(2, 3), recipe.pv, 2, num_keys).transpose(1, 2)
+        if recipe.v_blocks == "tokens":
+            v = _values(codes[4].transpose(2, 3), codes[5].transpose(2, 3), recipe.pv, 2, num_keys).transpose(1, 2)
+        else:
+            v = _values(codes[4], codes[5], recipe.pv, 3, head_dim).transpose(1, 2)
         return reference.arrange(q, k, v, recipe, scale=scale, kv_len_B=kv_len_B, causal=False)
     x = reference.arrange(q, k, v_BNHd, recipe, scale=scale, kv_len_B=kv_len_B, causal=False)
-    return replace(x, v_XKd=fake_quantize(x.v_XKd, recipe.pv, 1, recipe.scale_divisors))
+    return replace(x, v_XKd=reference.quantise_v(x.v_XKd, recipe))
 
 
 def _values(packed: Tensor, scales: Tensor, format: str, axis: int, length: int) -> Tensor:

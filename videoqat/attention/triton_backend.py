@@ -50,6 +50,8 @@ def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_
         return f"head_dim={head_dim} is more than 128"
     if head_dim <= 16 and recipe.qk.startswith("mxfp") != recipe.pv.startswith("mxfp"):
         return f"head_dim={head_dim} is less than a block of 32, and it pads q and k to that, but not v"
+    if recipe.twice:
+        return f"it multiplies each operand once, not twice={','.join(recipe.twice)}"
     if training and (recipe.smooth_q or recipe.two_level_p):
         return "it has no backward for smooth_q and two_level_p"
     return None

@@ -26,7 +26,9 @@ ABOUT = (
 def _format(recipe: Result) -> str:
     names = (recipe["qk"].upper(), recipe["pv"].upper())
     searched = ", searched" if len(recipe["scale_divisors"]) > 1 else ""
-    return (names[0] if names[0] == names[1] else f"{names[0]} / {names[1]}") + searched
+    across = ", V along head_dim" if recipe.get("v_blocks") == "head_dim" else ""
+    twice = "".join(f", {operand.upper()} twice" for operand in recipe.get("twice", ()))
+    return (names[0] if names[0] == names[1] else f"{names[0]} / {names[1]}") + searched + across + twice
 
 
 def _p_scale(recipe: Result) -> str:
@@ -39,7 +41,10 @@ def _p_scale(recipe: Result) -> str:
 
 
 def _smoothing(recipe: Result) -> str:
-    return {(False, False): "none", (True, False): "Q", (False, True): "K", (True, True): "Q and K"}[recipe["smooth_q"], recipe["smooth_k"]]
+    smoothed = {(False, False): "none", (True, False): "Q", (False, True): "K", (True, True): "Q and K"}[recipe["smooth_q"], recipe["smooth_k"]]
+    if not recipe.get("rotate_qk"):
+        return smoothed
+    return "rotated" if smoothed == "none" else f"{smoothed}, rotated"
 
 
 ASPECTS = {"format of Q, K / P, V": _format, "P": _p_scale, "smoothing": _smoothing}

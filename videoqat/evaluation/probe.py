@@ -23,7 +23,7 @@ from videoqat.data.dataset import CachedVideos
 from videoqat.errors import NonFiniteLoss
 from videoqat.models.install import computing_by, install, observe
 from videoqat.models.spec import AttentionLayer, ModelFamily, family_of
-from videoqat.recipes import RECIPES, AttentionRecipe
+from videoqat.recipes import BLOCK_FORMATS, PRODUCT_OF, RECIPES, AttentionRecipe
 from videoqat.training.validation import stratified_noise, stratified_times
 
 # Of an output and a reference: the squared difference, the squared reference, their product, the squared output, and how many numbers they are. Every
@@ -238,4 +238,9 @@ def with_formats(recipe: AttentionRecipe, name: str, qk: str, pv: str) -> Attent
         changes["scale_divisors"] = (6.0,)
     if pv != "nvfp4":
         changes["two_level_p"] = False
+    if qk not in (*BLOCK_FORMATS, "fp8"):
+        changes["rotate_qk"] = False
+    changes["twice"] = tuple(operand for operand in recipe.twice if changes[PRODUCT_OF[operand]] == "nvfp4")
+    if pv not in BLOCK_FORMATS:
+        changes["v_blocks"] = "tokens"
     return dataclasses.replace(recipe, **changes)

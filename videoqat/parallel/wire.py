@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from videoqat.attention import backends
-from videoqat.attention.coded import attention_forward_coded, code_shapes, encode
+from videoqat.attention.coded import attention_forward_coded, code_shapes, encode, layout
 from videoqat.attention.functional import attention_backward, check_tensors
 from videoqat.formats import FORMATS
 from videoqat.recipes import AttentionRecipe
@@ -79,7 +79,7 @@ class _AttendPacked(torch.autograd.Function):
         v_coded = recipe.pv in FORMATS and num_text == 0
         if v_coded:
             parts += encode(v_BnHD, own_length, True, *choice)
-            rows += [shape[2] for shape in code_shapes((B, num_tokens, 1, D), recipe.pv, along_tokens=True)]
+            rows += [shape[2] for shape in code_shapes((B, num_tokens, 1, D), *layout(recipe, is_v=True))]
         else:
             parts.append(v_BnHD.transpose(1, 2))
             rows.append(num_tokens)

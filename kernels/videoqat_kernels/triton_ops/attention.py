@@ -29,6 +29,7 @@ class Recipe(Protocol):
     pv: str
     p_gain_log2: int
     scale_divisors: tuple[float, ...]
+    v_blocks: str
     normalizer: str
     grad_p: str
     smooth_q: bool
@@ -85,7 +86,7 @@ def coded_operands(recipe: Recipe) -> tuple[bool, bool, bool]:
 def empty_codes(q_BNHd: Tensor, k_BNHd: Tensor, recipe: Recipe) -> list[Tensor]:
     """Uninitialised tensors of the shapes of `ForwardResult.codes` for q and k (and v, which has k's shape)."""
     codes: list[Tensor] = []
-    for x, format, along_tokens in ((q_BNHd, recipe.qk, False), (k_BNHd, recipe.qk, False), (k_BNHd, recipe.pv, True)):
+    for x, format, along_tokens in ((q_BNHd, recipe.qk, False), (k_BNHd, recipe.qk, False), (k_BNHd, recipe.pv, _v_along_tokens(recipe))):
         if format in BLOCK_FORMATS:
             codes += code_buffers(x, format, along_tokens)
     return codes
@@ -333,9 +334,14 @@ def _quantised_k(k_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: boo
                     mean_tokens=1, permute=_p_group(recipe))  # fmt: skip
 
 
+def _v_along_tokens(recipe: Recipe) -> bool:
+    """(Either way the operand that is multiplied holds exactly what the codes say.)"""
+    return recipe.v_blocks == "tokens"
+
+
 def _quantised_v(v_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: bool) -> tuple[Tensor, list[Tensor]]:
-    return quantize(v_BNHd, recipe.pv, along_tokens=True, lengths_B=kv_len, divisors=recipe.scale_divisors, store_codes=keep_codes,
-                    permute=_p_group(recipe))  # fmt: skip
+    return quantize(v_BNHd, recipe.pv, along_tokens=_v_along_tokens(recipe), lengths_B=kv_len, divisors=recipe.scale_divisors,
+                    store_codes=keep_codes, permute=_p_group(recipe))  # fmt: skip
 
 
 def _decoded_qk(codes: list[Tensor], recipe: Recipe, num_queries: int, num_keys: int, channels: int) -> tuple[Tensor, Tensor]:
@@ -344,4 +350,4 @@ def _decoded_qk(codes: list[Tensor], recipe: Recipe, num_queries: int, num_keys:
 
 
 def _decoded_v(codes: list[Tensor], recipe: Recipe, num_keys: int, channels: int) -> Tensor:
-    return dequantize(*codes, recipe.pv, along_tokens=True, tokens=num_keys, channels=channels, permute=_p_group(recipe))
+    return dequantize(*codes, recipe.pv, along_tokens=_v_along_tokens(recipe), tokens=num_keys, channels=channels, permute=_p_group(recipe))
