@@ -13,7 +13,7 @@ import pytest
 from helpers.videos import random_st_lpips
 
 from videoqat.commands import execute
-from videoqat.config import EvidenceConfig, Row, SamplingConfig, Training, load
+from videoqat.config import EvidenceConfig, Row, SamplingConfig, TrainConfig, Training, load
 from videoqat.errors import ConfigError
 from videoqat.evaluation import evidence_run
 from videoqat.evaluation.evidence_run import gather, jobs, missing, plan, run, wanted
@@ -239,6 +239,9 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
         if row is not reference:
             plain = rows[row.plain or config.plain]
             assert (plain.recipe, plain.training) == ("attn_qat", reference.training), row.name
+    model = [f"model.path={tiny_pipeline}", f"cache={tiny_cache}", "out=run"]
+    for training in config.trainings:
+        load(TrainConfig, None, [*model, f"recipe={training.recipe}", *config.train, *training.settings])
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,9 @@ def test_doctor_tells_degrees_and_memory(folder: Path, capsys: pytest.CaptureFix
     assert [row["gpus"] for row in rows] == [1, 2, 4, 8, 8, 16, 64, 64]
     for row in rows:
         assert 0 < row["bytes"]["full"] < row["bytes"]["keep_attention"] < row["bytes"]["none"]
-    assert "64 = dp_replicate 8 * dp_shard 4 * sp 2: full 0.0, keep_attention 0.0, none 0.0" in capsys.readouterr().err
+        shards = row["layout"]["dp_shard"] * row["layout"]["sp"]
+        assert row["teacher_bytes"] == 2 * described["parameters"] // shards
+    assert "64 = dp_replicate 8 * dp_shard 4 * sp 2: full 0.0, keep_attention 0.0, none 0.0; a teacher adds 0.0" in capsys.readouterr().err
 
 
 def _matrix(tmp_path: Path) -> list[str]:

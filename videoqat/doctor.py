@@ -69,11 +69,17 @@ def _model(folder: Path, size: str, encoders: dict[str, int] | None) -> dict[str
 
 
 def _training_memory(folder: Path, component: str, num_heads: int, size: str, text_tokens: int) -> list[dict[str, Any]]:
-    """Bytes on each GPU by layout and checkpointing, for one sample of `size` at a time, in training with 4-bit attention."""
+    """Bytes on each GPU by layout and checkpointing, for one sample of `size` at a time, in training with 4-bit attention; and what a teacher
+    (objective.distill_weight) would add."""
     rows = typical_layouts(str(folder), component, num_heads, size, text_tokens, RECIPES[TrainConfig.recipe])
     return [
-        {"gpus": layout.world_size, "layout": dataclasses.asdict(layout), "bytes": {mode: parts["total"] for mode, parts in by_mode.items()}}
-        for layout, by_mode in rows
+        {
+            "gpus": layout.world_size,
+            "layout": dataclasses.asdict(layout),
+            "bytes": {mode: parts["total"] for mode, parts in by_mode.items()},
+            "teacher_bytes": teacher,
+        }
+        for layout, by_mode, teacher in rows
     ]
 
 
@@ -108,7 +114,8 @@ def _say_component(name: str, described: dict[str, Any], size: str) -> None:
     say(f"{name}: " + ", ".join(f"{key} {value}" for key, value in described.items() if key != "training_memory"))
     say(f"{name}: GiB on each GPU to train with recipe {TrainConfig.recipe}, one sample of {size} at a time, by activation checkpointing")
     for row in described["training_memory"]:
-        say(f"  {Layout(**row['layout'])}: " + ", ".join(f"{mode} {size / GIB:.1f}" for mode, size in row["bytes"].items()))
+        by_mode = ", ".join(f"{mode} {size / GIB:.1f}" for mode, size in row["bytes"].items())
+        say(f"  {Layout(**row['layout'])}: {by_mode}; a teacher adds {row['teacher_bytes'] / GIB:.1f}")
 
 
 def model_table(models: list[dict[str, Any]]) -> list[str]:

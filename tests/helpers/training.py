@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from videoqat.config import LoopConfig, ModelConfig, ObjectiveConfig, OptimizerConfig, RuntimeConfig, TrainConfig
+from videoqat.config import LoopConfig, ModelConfig, OptimizerConfig, RuntimeConfig, TrainConfig
 from videoqat.training import state
 from videoqat.training.runlog import read_log
 
@@ -20,7 +20,6 @@ def tiny_config(pipeline: Path, cache: Path, out: Path, **changes: Any) -> Train
         out=str(out),
         recipe="attn_qat",
         from_scratch=True,
-        objective=ObjectiveConfig(),
         optimizer=OptimizerConfig(lr=3e-3),
         train=LoopConfig(steps=4, compute_dtype="float32", save_every=100, health_every=0),
         runtime=RuntimeConfig(device="cpu"),  # where "bit for bit" is promised

@@ -32,7 +32,15 @@ from videoqat.config.schemas import (
     SensitivityConfig,
 )
 from videoqat.config.serving import LimitsConfig, MemoryConfig, ServeConfig, ServedModel, ServiceConfig, WorkerConfig
-from videoqat.config.training import ExportConfig, LoopConfig, OptimizerConfig, ParallelConfig, TrainConfig, ValidationConfig
+from videoqat.config.training import (
+    ExportConfig,
+    LoopConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    TrainConfig,
+    TrainingObjectiveConfig,
+    ValidationConfig,
+)
 from videoqat.files import shipped
 
 __all__ = [
@@ -74,6 +82,7 @@ __all__ = [
     "TrainConfig",
     "TrainJudgesConfig",
     "Training",
+    "TrainingObjectiveConfig",
     "ValidationConfig",
     "VideoParallelConfig",
     "WorkerConfig",

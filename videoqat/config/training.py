@@ -10,6 +10,17 @@ from videoqat.recipes import get_recipe
 
 
 @dataclass
+class TrainingObjectiveConfig(ObjectiveConfig):
+    """Also what is minimised: the denoising loss, or in part or whole the distance to what the model gave before training, in bf16."""
+
+    distill_weight: float = 0.0  # w: (1 - w) * denoising loss + w * mean squared difference to the teacher's prediction; 0: no teacher is loaded
+
+    def validate(self) -> None:
+        super().validate()
+        require(0 <= self.distill_weight <= 1, "objective.distill_weight", self.distill_weight, "0 (no teacher) to 1 (nothing else)")
+
+
+@dataclass
 class OptimizerConfig:
     """AdamW and its schedule. `schedule` runs from the end of warm-up to the last step."""
 
@@ -142,7 +153,7 @@ class TrainConfig:
     out: str = MISSING
     recipe: str = "attn_qat_search"
     from_scratch: bool = False  # ignore the folder's transformer weights; initialise from its configuration
-    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    objective: TrainingObjectiveConfig = field(default_factory=TrainingObjectiveConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     train: LoopConfig = field(default_factory=LoopConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -155,7 +166,11 @@ class TrainConfig:
         legal = "false with parallel.engine=deepspeed: ZeRO's hooks and the casting of weights happen within blocks, and leave nothing to compile"
         require(not (self.train.compile and self.parallel.engine == "deepspeed"), "train.compile", True, legal)
         existing("cache", self.cache, folder=True)
-        get_recipe(self.recipe)
+        recipe, weight = get_recipe(self.recipe), self.objective.distill_weight
+        legal = "0 with from_scratch=true: the teacher is the model that training starts from, and random weights teach nothing"
+        require(weight == 0 or not self.from_scratch, "objective.distill_weight", weight, legal)
+        legal = f"below 1 with recipe {recipe.name!r}, which quantises nothing: model and teacher are the same then, and nothing is left to learn"
+        require(weight < 1 or recipe.is_quantised, "objective.distill_weight", weight, legal)
 
 
 @dataclass

@@ -56,7 +56,7 @@ def shard(transformer: nn.Module, blocks: list[nn.Module], mesh: Mesh, dtype: to
     Whether a parameter is trained (`requires_grad`) and what hooks and forwards the blocks have is decided before.
 
     Args:
-        transformer: its parameters are the fp32 master weights.
+        transformer: its parameters are the fp32 master weights; or all of them are frozen, and may lie in `dtype`.
         blocks: its transformer blocks, in order of execution.
         mesh: a mesh of one process goes the same road.
         dtype: of forward and backward; gradients are summed in fp32 either way.
@@ -66,13 +66,14 @@ def shard(transformer: nn.Module, blocks: list[nn.Module], mesh: Mesh, dtype: to
     in_root = kept_in_fp32(transformer) | set(transformer.parameters(recurse=False))
     # The root comes first, while FSDP still looks into the blocks for parameters; what it takes are sharded tensors afterwards.
     fully_shard(transformer, mesh=mesh.fsdp_mesh, mp_policy=fp32, ignored_params=set(transformer.parameters()) - in_root)
-    # Freeing weights that nobody else has would only mean casting them once more.
-    free = mesh.layout.dp_shard * mesh.layout.sp > 1
+    shared = mesh.layout.dp_shard * mesh.layout.sp > 1
+    # Freeing weights that nobody else has would only mean casting them once more, for the backward; a frozen model has none.
+    free = shared or not any(parameter.requires_grad for parameter in transformer.parameters())
     for module in (*_outer_modules(transformer, set(blocks)), *blocks):
         taken: set[nn.Parameter] = {parameter for parameter in module.parameters() if isinstance(parameter, DTensor)}
         if taken != set(module.parameters()):
             fully_shard(module, mesh=mesh.fsdp_mesh, mp_policy=policy, reshard_after_forward=free, ignored_params=taken)
-    if free:
+    if shared:
         # The backward prefetches by itself. In the forward only a host that runs ahead of the device would; this asks for it.
         for block, following in itertools.pairwise(blocks):
             assert isinstance(block, FSDPModule)
@@ -92,11 +93,11 @@ def _rows(parameter: DTensor, mesh: Mesh) -> slice:
 
 
 def _fill(transformer: nn.Module, mesh: Mesh, rows_of: Callable[[str, DTensor, slice], Tensor]) -> None:
-    """Gives each parameter on the meta device its rows, on the mesh's device in fp32."""
+    """Gives each parameter on the meta device its rows, on the mesh's device in the dtype that it has."""
     filled = {}
     for name, parameter in transformer.named_parameters():
         assert isinstance(parameter, DTensor), name
-        local = rows_of(name, parameter, _rows(parameter, mesh)).to(mesh.device, torch.float32).contiguous()
+        local = rows_of(name, parameter, _rows(parameter, mesh)).to(mesh.device, parameter.dtype).contiguous()
         whole = DTensor.from_local(local, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride())
         filled[name] = nn.Parameter(whole, requires_grad=parameter.requires_grad)
     transformer.load_state_dict(filled, strict=False, assign=True)

@@ -6,7 +6,7 @@ Where weights are sharded a forward is collective, so all ranks go through the s
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,16 +22,17 @@ from videoqat.recipes import AttentionRecipe
 
 @contextlib.contextmanager
 def forwards_alone(transformer: nn.Module) -> Iterator[None]:
-    """No gradients, no dropout; afterwards the transformer is in training again, and its weights are sharded.
+    """No gradients, no dropout; afterwards the transformer is in training again, if it was, and its weights are sharded.
 
     Compiled blocks run uncompiled: modules can be looked into, and no code is made for shapes of a look that training would use from then on.
     """
+    training = transformer.training
     transformer.eval()
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
-        transformer.train()
+        transformer.train(training)
         for module in transformer.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -81,7 +82,7 @@ def _finite(value: Any) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in _tensors(value) if tensor.is_floating_point())
 
 
-def first_nonfinite(transformer: nn.Module, forwards: list[Callable[[], Any]]) -> str | None:
+def first_nonfinite(transformer: nn.Module, forwards: Sequence[Callable[[], Any]]) -> str | None:
     """The first place in `forwards`, run again, where NaN or inf comes up; None if all modules' numbers are finite.
 
     A module is named by its path: `output of blocks.3.ffn.net.2`, or `input of blocks.3.attn1.to_out.0` where what goes into a module is

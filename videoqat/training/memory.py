@@ -8,14 +8,15 @@ P weights in all, T of them trained; S = dp_shard * sp ranks share a replica. FS
     ema          4 T / S    where there is one
     gathered     in the compute dtype (c bytes), two blocks (one in use, one on its way) and what lies outside of blocks; with S = 1 all P weights.
                  And of one block the gradients, in c bytes and twice in fp32, on their way to the ranks that keep them
+    teacher      c P / S    where there is one (objective.distill_weight); what it gathers is free again before activations come
     activations  what autograd keeps, counted by `throughput.forward_cost` at the real shape, times the batch, divided by sp:
                  none             everything
                  full             the blocks' inputs, and everything of one block while that is computed again
                  keep_attention   the same, and what attention over the video returned and keeps for its backward (4-bit codes, in a 4-bit recipe)
                  with train.offload_block_inputs the largest input of each block is in the host's memory, two of them at a time on the GPU
 
-DeepSpeed's ZeRO differs in all but the last (`_zero`). What comes on top: CUDA and NCCL themselves, what kernels need while they run, and what the
-allocator can't use: a tenth is a fair reserve.
+DeepSpeed's ZeRO differs in all but teacher and activations (`_zero`). What comes on top: CUDA and NCCL themselves, what kernels need while they run,
+and what the allocator can't use: a tenth is a fair reserve.
 """
 
 import importlib.util
@@ -33,7 +34,7 @@ from videoqat.provenance import device_name
 from videoqat.recipes import AttentionRecipe
 from videoqat.training.engine_deepspeed import BUCKET
 from videoqat.training.job import Job
-from videoqat.training.throughput import AttentionCall, ForwardCost, forward_cost, job_cost
+from videoqat.training.throughput import AttentionCall, ForwardCost, flops_per_sample, forward_cost, job_cost
 
 GIB = 2**30
 ASSUMED_GPU = ("an 80 GB GPU", 79 * GIB)  # where there is none to ask; an H100 or A100 says 79 GiB
@@ -42,7 +43,15 @@ TYPICAL_LAYOUTS = ((1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (2, 8,
 
 
 def memory_per_gpu(
-    cost: ForwardCost, recipe: AttentionRecipe, layout: Layout, loop: LoopConfig, parallel: ParallelConfig, *, ema: bool, kernel: str
+    cost: ForwardCost,
+    recipe: AttentionRecipe,
+    layout: Layout,
+    loop: LoopConfig,
+    parallel: ParallelConfig,
+    *,
+    ema: bool,
+    kernel: str,
+    teacher: bool = False,
 ) -> dict[str, int]:
     """Bytes by part, as above, and their `total`.
 
@@ -52,11 +61,18 @@ def memory_per_gpu(
         parallel: the engine.
         ema: whether a moving average is kept.
         kernel: of the quantised layers (a key of `backends.KERNELS`).
+        teacher: whether it is distilled from one.
     """
     width = 2 if loop.compute_dtype == "bfloat16" else 4
     parts = _zero(cost, layout, loop, parallel, width, ema) if parallel.engine == "deepspeed" else _fsdp(cost, layout, width, ema)
+    parts["teacher"] = teacher_bytes(cost, layout, width) if teacher else 0
     parts["activations"] = _activations(cost, recipe, layout, loop, kernel, width)
     return parts | {"total": sum(parts.values())}
+
+
+def teacher_bytes(cost: ForwardCost, layout: Layout, width: int = 2) -> int:
+    """What a teacher takes on each GPU, in a compute dtype of `width` bytes."""
+    return width * cost.parameters // (layout.dp_shard * layout.sp)
 
 
 def _fsdp(cost: ForwardCost, layout: Layout, width: int, ema: bool) -> dict[str, int]:
@@ -158,8 +174,9 @@ def gpu_kernel(recipe: AttentionRecipe, kernel: str, device: torch.device) -> st
 
 def typical_layouts(
     folder: str, component: str, num_heads: int, bucket: str, text_tokens: int, recipe: AttentionRecipe
-) -> list[tuple[Layout, dict[str, dict[str, int]]]]:
-    """Layouts of 1 to 64 GPUs that the model's heads allow, each with `memory_per_gpu` by mode of checkpointing, for one sample at a time."""
+) -> list[tuple[Layout, dict[str, dict[str, int]], int]]:
+    """Layouts of 1 to 64 GPUs that the model's heads allow, each with `memory_per_gpu` by mode of checkpointing, for one sample at a time, and with
+    what a teacher would add."""
     cost = forward_cost(folder, component, bucket, text_tokens, recipe)
     kernel = gpu_kernel(recipe, "sdpa" if not recipe.is_quantised else "torch", torch.device("cpu"))
     rows = []
@@ -168,7 +185,7 @@ def typical_layouts(
             mode: memory_per_gpu(cost, recipe, layout, LoopConfig(activation_checkpointing=mode), ParallelConfig(), ema=False, kernel=kernel)
             for mode in ("full", "keep_attention", "none")
         }
-        rows.append((layout, by_mode))
+        rows.append((layout, by_mode, teacher_bytes(cost, layout)))
     return rows
 
 
@@ -177,8 +194,8 @@ def job_memory(job: Job) -> dict[str, int]:
     config = job.config
     largest = max({sample.bucket for sample in job.cache.samples}, key=lambda bucket: job.geometry.num_tokens(*parse_bucket("bucket", bucket)))
     kernel = gpu_kernel(job.recipe, job.receipt.kernel, job.device)
-    ema = bool(config.optimizer.ema_decay)
-    return memory_per_gpu(job_cost(job, largest), job.recipe, job.layout, config.train, config.parallel, ema=ema, kernel=kernel)
+    ema, teacher = bool(config.optimizer.ema_decay), bool(config.objective.distill_weight)
+    return memory_per_gpu(job_cost(job, largest), job.recipe, job.layout, config.train, config.parallel, ema=ema, kernel=kernel, teacher=teacher)
 
 
 def warn_if_too_large(job: Job) -> None:
@@ -187,7 +204,7 @@ def warn_if_too_large(job: Job) -> None:
     if memory["total"] <= limit.bytes:
         return
     loop = job.config.train
-    state, activations = sum(memory[part] for part in ("weights", "gradients", "moments", "ema", "gathered")), memory["activations"]
+    state, activations = sum(memory[part] for part in ("weights", "gradients", "moments", "ema", "teacher", "gathered")), memory["activations"]
     advice = []
     if activations > state / 4:
         if loop.activation_checkpointing != "full":
@@ -223,7 +240,7 @@ def estimate(job: Job) -> dict[str, Any]:
         "layout": str(job.layout),
         "samples": len(job.cache),
         "tokens_per_sample": {bucket: job.geometry.num_tokens(*parse_bucket("bucket", bucket)) for bucket in buckets},
-        "flops_per_sample": {bucket: cost.training_flops for bucket, cost in costs.items()},
+        "flops_per_sample": {bucket: flops_per_sample(job, bucket) for bucket in buckets},
         "accumulation": job.accumulation,
         "samples_per_step": samples_per_step,
         "steps_per_epoch": steps_per_epoch,

@@ -1,4 +1,4 @@
-"""What is drawn for each sample, and its loss: mean (prediction - target)^2, weight 1.
+"""What is drawn for each sample, and its loss: mean (prediction - target)^2, weight 1; or less, beside a teacher's part (`distilled_losses`).
 
 What the model sees at time t and what it is to predict is its family's noise schedule (`models.schedules`): flow matching for Wan, v-prediction
 for CogVideoX. With flow matching the drawn time is warped once, by `flow_shift` s: t' = s t / (1 + (s - 1) t), which moves weight towards noise
@@ -10,6 +10,7 @@ two ranks, see the same noise; and the same clip loses its caption in one epoch 
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import Condition, ModelFamily
 
 TimeRange = tuple[float, float]
+Objective = TypeVar("Objective", bound=ObjectiveConfig)
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Draw:
     drop_caption: bool
 
 
-def resolve(cfg: ObjectiveConfig, schedule: NoiseSchedule) -> ObjectiveConfig:
+def resolve(cfg: Objective, schedule: NoiseSchedule) -> Objective:
     """`cfg` with what it leaves to the model filled in; everything else here wants it so.
 
     Raises:
@@ -126,4 +128,38 @@ def denoising_loss(
     """
     prediction_BCFHW = family.forward(transformer, schedule.add_noise(latents_BCFHW, noise_BCFHW, t_B), t_B, condition)
     error_BCFHW = prediction_BCFHW.float() - schedule.target(latents_BCFHW, noise_BCFHW, t_B)
-    return error_BCFHW[:, :, family.given_frames(condition) :].square().mean(dim=(1, 2, 3, 4))
+    return _mean_square(error_BCFHW, family.given_frames(condition))
+
+
+def distilled_losses(
+    family: ModelFamily,
+    schedule: NoiseSchedule,
+    transformer: nn.Module,
+    teacher: nn.Module,
+    weight: float,
+    latents_BCFHW: Tensor,
+    noise_BCFHW: Tensor,
+    t_B: Tensor,
+    condition: Condition,
+) -> dict[str, Tensor]:
+    """The losses of each sample, each (B,) fp32, where a teacher says what else is wanted (knowledge distillation, arXiv 1503.02531).
+
+    The teacher is asked about the same noisy latents, times and condition, and gets no gradient.
+
+    Returns:
+        `denoising_loss`: as `denoising_loss` has it. `distill_loss`: the mean square of prediction - teacher's prediction, over the same frames.
+        `loss`, which is to be minimised: (1 - weight) * denoising_loss + weight * distill_loss.
+    """
+    noisy_BCFHW = schedule.add_noise(latents_BCFHW, noise_BCFHW, t_B)
+    with torch.no_grad():
+        taught_BCFHW = family.forward(teacher, noisy_BCFHW, t_B, condition).float()
+    prediction_BCFHW = family.forward(transformer, noisy_BCFHW, t_B, condition).float()
+    given = family.given_frames(condition)
+    denoising_B = _mean_square(prediction_BCFHW - schedule.target(latents_BCFHW, noise_BCFHW, t_B), given)
+    distill_B = _mean_square(prediction_BCFHW - taught_BCFHW, given)
+    return {"loss": (1 - weight) * denoising_B + weight * distill_B, "denoising_loss": denoising_B, "distill_loss": distill_B}
+
+
+def _mean_square(error_BCFHW: Tensor, given: int) -> Tensor:
+    """(B,), over all but the first `given` frames."""
+    return error_BCFHW[:, :, given:].square().mean(dim=(1, 2, 3, 4))

@@ -50,6 +50,8 @@ FREE_KEYS = frozenset(
     )
 )
 FREE_GROUPS = ("parallel.", "validation.", "runtime.")
+# Keys that earlier versions didn't have, with the value that stands for what those did.
+LATER_KEYS = {"objective.distill_weight": 0.0}
 
 
 def _no_dist() -> bool:
@@ -346,6 +348,7 @@ def check_resumable(checkpoint: Path, meta: dict[str, Any], now: dict[str, Any])
         CheckpointError: recipe, model, cache or a key of the configuration that is not free differs; both values are named.
     """
     was, wants = ({key: value for key, value in flat(it["config"]) if not key.startswith(FREE_GROUPS)} for it in (meta, now))
+    was = LATER_KEYS | was
     gone = [f"{key}={was[key]!r}" for key in sorted(was.keys() - wants.keys() - FREE_KEYS)]
     if gone:
         raise CheckpointError(

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from videoqat.console import say
 from videoqat.errors import CheckpointError, TrainingDiverged
@@ -31,7 +31,7 @@ from videoqat.training.batches import Ahead, MicroBatch, batches_of, tokens_of, 
 from videoqat.training.engines import Engine
 from videoqat.training.health import first_nonfinite, nonfinite_gradient
 from videoqat.training.job import Job
-from videoqat.training.objective import denoising_loss
+from videoqat.training.objective import denoising_loss, distilled_losses
 from videoqat.training.optim import learning_rate
 from videoqat.training.runlog import StopRequest
 from videoqat.training.throughput import flops_per_sample, peak_flops
@@ -40,11 +40,12 @@ from videoqat.training.trace import Clock
 
 @dataclass
 class Run:
-    """A job at work on one rank."""
+    """A job at work on one rank. `teacher` is there if it is to be distilled from (`teacher.load_teacher`)."""
 
     job: Job
     mesh: Mesh
     engine: Engine
+    teacher: nn.Module | None
     saver: state.Saver
     ahead: Ahead
     faults: Faults
@@ -75,8 +76,16 @@ class Step:
 
 
 def batch_loss(run: Run, batch: MicroBatch) -> Tensor:
-    """The loss of each of its samples, (B,) fp32."""
+    """The denoising loss of each of its samples, (B,) fp32."""
     return denoising_loss(run.job.family, run.job.schedule, run.engine.transformer, *batch.inputs)
+
+
+def _losses(run: Run, batch: MicroBatch) -> dict[str, Tensor]:
+    """Of each of its samples, (B,) fp32: `loss`, which is minimised, and with a teacher the two that it is made of."""
+    if run.teacher is None:
+        return {"loss": batch_loss(run, batch)}
+    job = run.job
+    return distilled_losses(job.family, job.schedule, run.engine.transformer, run.teacher, job.config.objective.distill_weight, *batch.inputs)
 
 
 def _seed(seed: int, step: int, dp_rank: int) -> int:
@@ -92,22 +101,24 @@ def _memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Told:
-    loss: float  # mean over all samples of the step
+    losses: dict[str, float]  # means over all samples of the step
     memory: int  # the most on any rank
     stop: signal.Signals | None
     fault: bool
 
 
-def _tell(run: Run, loss_sum: Tensor, num_samples: int) -> _Told:
-    """What each rank knows, to all: one small collective, by which the step also learns its loss."""
+def _tell(run: Run, loss_sums: dict[str, Tensor], num_samples: int) -> _Told:
+    """What each rank knows, to all: one small collective, by which the step also learns its losses."""
     mesh, wish = run.mesh, run.stop.signal
     known = torch.tensor([_memory(mesh.device), wish or 0, run.faults.first is not None], dtype=torch.float64)
-    mine = torch.cat([loss_sum.view(1), known.to(mesh.device)])
+    mine = torch.cat([torch.stack(list(loss_sums.values())), known.to(mesh.device)])
     table = [torch.empty_like(mine) for _ in range(mesh.world_size)]
     dist.all_gather(table, mine)
-    sums, memory, wishes, faults = torch.stack(table).T.tolist()
+    *sums, memory, wishes, faults = torch.stack(table).T.tolist()
+    # Ranks that divide a sequence have the same samples.
+    means = [math.fsum(by_rank[:: mesh.layout.sp]) / (num_samples * mesh.layout.dp) for by_rank in sums]
     return _Told(
-        loss=math.fsum(sums[:: mesh.layout.sp]) / (num_samples * mesh.layout.dp),  # ranks that divide a sequence have the same samples
+        losses=dict(zip(loss_sums, means, strict=True)),
         memory=int(max(memory)),
         stop=next((signal.Signals(int(wish)) for wish in wishes if wish), None),
         fault=any(faults),
@@ -129,25 +140,26 @@ def take_step(run: Run, step: int) -> Step:
         run.ahead.begin(step + 1)
     clock.mark("data")
     num_samples = sum(len(batch.samples) for batch in batches)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    loss_sums: dict[str, Tensor] = {}
     for i, batch in enumerate(batches):
-        loss_B = batch_loss(run, batch)
+        losses = _losses(run, batch)
         clock.mark("forward")
-        engine.backward(loss_B.sum() / num_samples * mesh.layout.sp, last=i == len(batches) - 1)
-        loss_sum += loss_B.detach().double().sum()
+        engine.backward(losses["loss"].sum() / num_samples * mesh.layout.sp, last=i == len(batches) - 1)
+        for name, loss_B in losses.items():
+            loss_sums[name] = loss_sums.get(name, 0) + loss_B.detach().double().sum()
         clock.mark("backward")
     run.ahead.finish()  # a GPU is still at work on the backward
     clock.mark("data")
     norm = engine.gradient_norm()
-    told = _tell(run, loss_sum, num_samples)
-    if not (math.isfinite(told.loss) and math.isfinite(norm)):
-        _diverged(run, step, batches, told.loss, norm)
+    told = _tell(run, loss_sums, num_samples)
+    if not (math.isfinite(told.losses["loss"]) and math.isfinite(norm)):
+        _diverged(run, step, batches, told.losses["loss"], norm)
     if told.fault:
         run.faults.settle(mesh)
     rate = learning_rate(job.config.optimizer, step, job.config.train.steps)
     engine.update(rate, norm)
     clock.mark("optimizer")
-    row = {"step": step, "epoch": batches_of(job, step)[0][0], "loss": told.loss, "grad_norm": norm, "lr": rate, "memory_bytes": told.memory}
+    row = {"step": step, "epoch": batches_of(job, step)[0][0], **told.losses, "grad_norm": norm, "lr": rate, "memory_bytes": told.memory}
     return Step(job, mesh, row, clock, told.stop)
 
 
@@ -164,6 +176,10 @@ def _diverged(run: Run, step: int, batches: list[MicroBatch], loss: float, norm:
     transformer = run.engine.transformer
     gradient = nonfinite_gradient(transformer)  # before a forward gathers the weights: gradients belong to their shards
     place = first_nonfinite(transformer, [functools.partial(batch_loss, run, batch) for batch in batches])
+    if run.teacher is not None:
+        taught = [functools.partial(denoising_loss, run.job.family, run.job.schedule, run.teacher, *batch.inputs) for batch in batches]
+        of_teacher = first_nonfinite(run.teacher, taught)
+        place = place or (of_teacher and f"{of_teacher} of the teacher")
     found = (_bad_sample(run.job, batches), place, gradient)
     try:
         run.saver.finish()

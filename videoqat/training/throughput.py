@@ -2,7 +2,7 @@
 
 FLOPs are algorithmic: what the model's formulas ask for, not what a kernel happens to execute. A multiplication and an addition are two.
 
-    FLOPs of a sample = (2 + trained share of the weights) * linear + 3.5 * attention
+    FLOPs of a sample = (2 + trained share of the weights) * linear + 3.5 * attention, and with a teacher another linear + attention
     MFU = FLOPs of all samples of a step / (step time * GPUs * peak dense bf16 FLOP/s of one)
 
 `linear` are the forward's matrix products and convolutions outside of attention: the backward has as many for the gradients of their inputs, and for
@@ -122,8 +122,9 @@ class ForwardCost:
 
 
 def flops_per_sample(job: Job, bucket: str) -> float:
-    """Training FLOPs of a sample of `bucket`."""
-    return job_cost(job, bucket).training_flops
+    """Training FLOPs of a sample of `bucket`, a teacher's forward included."""
+    cost = job_cost(job, bucket)
+    return cost.training_flops + (cost.linear_flops + cost.attention_flops if job.config.objective.distill_weight else 0)
 
 
 def job_cost(job: Job, bucket: str) -> ForwardCost:

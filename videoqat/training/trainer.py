@@ -30,6 +30,7 @@ from videoqat.training.memory import estimate, warn_if_too_large
 from videoqat.training.resume import agreed_checkpoint, choose_checkpoint
 from videoqat.training.runlog import RunLog, disk_errors, only_run, read_log, stop_on_signal
 from videoqat.training.step import Run, Step, take_step
+from videoqat.training.teacher import load_teacher
 from videoqat.training.trace import traced_communication
 
 STOPPED_EXIT_CODE = 75  # EX_TEMPFAIL: stopped by a signal with everything saved; start it again to continue
@@ -133,6 +134,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         engine = make_engine(job, mesh)
         if chosen:
             engine.restore(chosen)
+        weight = config.objective.distill_weight
+        teacher = load_teacher(job, mesh) if weight else None
         state.remove_leftovers(out / "checkpoints")
         session: dict[str, Any] = provenance(str(mesh.device)) | {
             "layout": str(mesh.layout),
@@ -142,6 +145,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         session["resumed_from"] = str(chosen) if chosen else None
         ulysses = divided_by(engine.transformer)
         session |= {"engine": config.parallel.engine, "ulysses": None if ulysses is None else ulysses.describe(job.recipe)}
+        if teacher is not None:
+            session["teacher"] = {"model": str(Path(config.model.path).resolve()), "fingerprint": job.model_fingerprint, "distill_weight": weight}
         log: RunLog | None = None
         earlier: list[dict[str, Any]] = []
         with together(mesh):
@@ -157,6 +162,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         how = f"kernel {job.receipt.kernel}, {'native' if job.receipt.native else 'emulated'}"
         wire = "" if ulysses is None else f"; q, k and v travel {'as 4-bit codes' if session['ulysses']['wire'] == 'packed' else 'as they are'}"
         say(f"attention: recipe {job.recipe.name} in {len(engine.layers)} layers ({how}){wire}")
+        if teacher is not None:
+            say(f"{weight:g} of the loss is the distance to what {config.model.path} itself predicts in bf16")
         if job.recipe.keep_first_steps or job.recipe.keep_last_steps:
             say(f"recipe {job.recipe.name} keeps denoising steps in bf16; training has no steps, and quantises at all times")
 
@@ -165,7 +172,7 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
     stop = stack.enter_context(stop_on_signal())
     saver = stack.enter_context(state.Saver(mesh, out / "checkpoints", loop.keep_last, background=loop.async_save))
     bar = stack.enter_context(progress(total=loop.steps, initial=first - 1, desc="train", unit="step"))
-    run = Run(job, mesh, engine, saver, Ahead(job, mesh.dp_rank, pin=mesh.device.type == "cuda", faults=faults), faults, stop)
+    run = Run(job, mesh, engine, teacher, saver, Ahead(job, mesh.dp_rank, pin=mesh.device.type == "cuda", faults=faults), faults, stop)
     rows = _Rows(log, bar, receipts, faults, loop.log_every)
     stopped_by = None
     with collective_errors("start"):
