@@ -10,7 +10,7 @@ import torch
 from helpers.videos import random_st_lpips
 
 from videoqat.errors import CheckpointError, ConfigError, DataError
-from videoqat.evaluation import st_lpips
+from videoqat.evaluation import evidence_table, st_lpips
 from videoqat.evaluation.fidelity import fidelity, summarise
 from videoqat.evaluation.st_lpips import SHAPES, StLpips, load
 
@@ -164,3 +164,20 @@ def test_files_that_hold_something_else(tmp_path: Path, drawn: Path) -> None:
         with pytest.raises(CheckpointError, match=words):
             load(str(path), [(64, 64)])
     assert set(weights) == set(SHAPES)
+
+
+def test_the_evidence_has_a_column_and_says_where_it_is_missing() -> None:
+    def summary(name: str, distance: float | None) -> dict:
+        measured = {} if distance is None else {"st_lpips_mean": distance}
+        video = {"fidelity": {"psnr_mean": 20.0, "ssim_mean": 0.5, **measured}, "flicker": 1.0}
+        told = {"absent": "its weights are elsewhere"} if distance is None else {"sha256": "b356"}
+        return {"name": name, **evidence_table._videos([{"videos": [video, video], "judged": None, "st_lpips": told}])}
+
+    some = evidence_table._video_table([summary("NVFP4", 0.0125), summary("MXFP4", None)])
+    assert "| NVFP4 | 2 | 20.00 | 0.5000 | 0.0125 |" in some
+    assert "| MXFP4 | 2 | 20.00 | 0.5000 |  |" in some
+    assert some.endswith("ST-LPIPS is missing: its weights are elsewhere.")
+    none = evidence_table._video_table([summary("MXFP4", None)])
+    assert "ST-LPIPS |" not in none
+    assert none.endswith("ST-LPIPS is missing: its weights are elsewhere.")
+    assert "missing" not in evidence_table._video_table([summary("NVFP4", 0.0125)])
