@@ -335,7 +335,7 @@ def _quantised_k(k_BNHd: Tensor, kv_len: Tensor, recipe: Recipe, keep_codes: boo
 
 
 def _v_along_tokens(recipe: Recipe) -> bool:
-    """(Either way the operand that is multiplied holds exactly what the codes say.)"""
+    """If not, they run along channels, as K's do. Either way the operand that is multiplied holds exactly what the codes say."""
     return recipe.v_blocks == "tokens"
 
 

@@ -8,7 +8,7 @@ Layouts (N tokens, padded to Np rows; d channels, padded to Dp):
              `token_of_column` describes, so that a thread of the score tile holds whole blocks of P.
     channel blocks (Q, K):  codes (B, H, N, d / 2),                  scales (B, H, N, ceil(d / block))
     token blocks (V):       codes (B, H, ceil(N / block) * block / 2, d), scales (B, H, ceil(N / block), d)
-E4M3 elements (mxfp8) take one byte instead of half of one.
+E4M3 elements (mxfp8) take one byte instead of half of one. The ablation `v_blocks: head_dim` gives V channel blocks.
 """
 
 from collections.abc import Sequence
