@@ -348,7 +348,7 @@ def check_resumable(checkpoint: Path, meta: dict[str, Any], now: dict[str, Any])
         CheckpointError: recipe, model, cache or a key of the configuration that is not free differs; both values are named.
     """
     was, wants = ({key: value for key, value in flat(it["config"]) if not key.startswith(FREE_GROUPS)} for it in (meta, now))
-    was = LATER_KEYS | was
+    was = {key: value for key, value in LATER_KEYS.items() if key in wants} | was
     gone = [f"{key}={was[key]!r}" for key in sorted(was.keys() - wants.keys() - FREE_KEYS)]
     if gone:
         raise CheckpointError(
