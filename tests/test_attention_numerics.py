@@ -14,7 +14,7 @@ import torch
 from helpers.naive_attention import NaiveAttention, straight_through_autograd
 
 from videoqat.attention import attention
-from videoqat.recipes import RECIPES, AttentionRecipe
+from videoqat.recipes import FORWARD_FIELDS, RECIPES, AttentionRecipe
 
 VARIANTS = {
     **{name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised and recipe.qk != "int8"},
@@ -286,6 +286,11 @@ def test_every_field_of_the_recipe_changes_what_it_should_and_nothing_else(base,
             assert difference > least, f"{key} differs by {difference:.1e} only"
         else:
             assert difference < 1e-6, f"{key} differs by {difference:.1e}"
+
+
+def test_forward_fields_are_those_that_change_the_output():
+    """What was measured with one value of them says nothing about another (`keep_layers: auto`)."""
+    assert {field for _, change, differs, _ in NEIGHBOURS for field in change if "o" in differs} == set(FORWARD_FIELDS) - {"attention_kinds"}
 
 
 @pytest.mark.parametrize("name", ["attn_qat_search", "sage3", "b200_nvfp4_fp8", "bf16"])

@@ -27,7 +27,7 @@ def _format(recipe: Result) -> str:
     names = (recipe["qk"].upper(), recipe["pv"].upper())
     searched = ", searched" if len(recipe["scale_divisors"]) > 1 else ""
     across = ", V along head_dim" if recipe.get("v_blocks") == "head_dim" else ""
-    twice = "".join(f", {operand.upper()} twice" for operand in recipe.get("twice", ()))
+    twice = f", {' '.join(recipe['twice']).upper()} twice" if recipe.get("twice") else ""
     return (names[0] if names[0] == names[1] else f"{names[0]} / {names[1]}") + searched + across + twice
 
 
