@@ -21,7 +21,7 @@ endif
 
 .PHONY: help demo test check bench fmt kernels venv
 help:
-	@echo "make demo   the whole road on two CPU cores: train, fine-tune with 4-bit attention, compare, report"
+	@echo "make demo   a video from the embedded model, then the whole road on two CPU cores: fine-tune with 4-bit attention, compare, report"
 	@echo "make test   run the tests"
 	@echo "make check  format, lint, types and import rules, without changing anything"
 	@echo "make bench  time 4-bit attention beside torch's own, and how long the program takes to start"

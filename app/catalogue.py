@@ -8,6 +8,7 @@ from videoqat.config import ExampleModelConfig, SamplingConfig, ServedModel, Ser
 from videoqat.errors import UserError
 from videoqat.files import writable_folder
 from videoqat.generation.engine import check_sampling
+from videoqat.models import embedded
 from videoqat.models.spec import family_of, read_recipe
 from videoqat.models.tiny import build_pipeline
 from videoqat.recipes import AttentionRecipe, get_recipe
@@ -68,7 +69,7 @@ def open_catalogue(config: ServiceConfig) -> Catalogue:
     Raises:
         UserError: a model whose folder or defaults can't be used.
     """
-    served = config.models or [ServedModel("tiny-wan", str(embedded_model(config.folder)))]
+    served = config.models or [ServedModel(embedded.NAME, str(embedded_model(config.folder)), defaults="generate/garments")]
     recipes = {recipe.name: recipe for recipe in map(get_recipe, config.recipes)}
     return Catalogue({model.name: _model(model) for model in served}, recipes, tuple(config.compare))
 
@@ -87,10 +88,10 @@ def _model(served: ServedModel) -> Model:
 
 
 def embedded_model(folder: str | Path) -> Path:
-    """The tiny pipeline in the service's folder, built if it isn't there yet: some seconds, once."""
-    path = writable_folder("folder", Path(folder).absolute() / "models") / "tiny-wan"
+    """The embedded model in the service's folder, unpacked if this one isn't there yet (another release may have another): some seconds, once."""
+    path = writable_folder("folder", Path(folder).absolute() / "models") / f"{embedded.NAME}-{embedded.known()['sha256'][:12]}"
     with open(path.with_name("lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # server and workers start at the same time, and each needs it
         if not path.exists():
-            build_pipeline(ExampleModelConfig(out=str(path)))
+            build_pipeline(ExampleModelConfig(out=str(path), weights="embedded"))
     return path

@@ -19,6 +19,7 @@ from videoqat.config import RuntimeConfig, ServeConfig, ServiceConfig, WorkerCon
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import writable_folder
+from videoqat.models import embedded
 
 PATIENCE_S = 15.0  # for requests, then for a worker's denoising step, when the server ends
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a worker that ended is started again
@@ -40,14 +41,14 @@ def plan(config: ServeConfig) -> dict[str, Any]:
     _need_extra(*(["gradio"] if config.page else []))
     devices = _devices(config)
     shown = [_plan_device(config, device) for device in devices]
-    return {"url": f"http://{config.host}:{config.port}", "models": [model.name for model in config.models] or ["tiny-wan"], "workers": shown}
+    return {"url": f"http://{config.host}:{config.port}", "models": [model.name for model in config.models] or [embedded.NAME], "workers": shown}
 
 
 def plan_worker(config: WorkerConfig) -> dict[str, Any]:
     """What `work` would do, checked likewise."""
     _need_extra()
     _check_group(config)
-    return {"models": [model.name for model in config.models] or ["tiny-wan"], "workers": [_plan_device(config, config.runtime.device)]}
+    return {"models": [model.name for model in config.models] or [embedded.NAME], "workers": [_plan_device(config, config.runtime.device)]}
 
 
 def _plan_device(config: ServiceConfig, device: str) -> dict[str, Any]:
@@ -58,7 +59,9 @@ def _plan_device(config: ServiceConfig, device: str) -> dict[str, Any]:
     runtime = dataclasses.replace(config.runtime, device=device)
     where, dtype = runtime.resolve()
     kernels: dict[str, Any] = {}
-    heads = {model.name: check_sampling(model.path, model.sampled())["head_dim"] for model in config.models} or {"tiny-wan": 64}
+    heads = {model.name: check_sampling(model.path, model.sampled())["head_dim"] for model in config.models} or {
+        embedded.NAME: embedded.known()["sizes"]["head_dim"]
+    }
     for model, head_dim in heads.items():
         for name in config.compare:
             recipe = get_recipe("bf16" if name == "checkpoint" else dict(zip(config.recipe_names(), config.recipes, strict=True))[name])

@@ -78,17 +78,18 @@ class Service:
     ) -> None:
         self.config, self.catalogue, self.jobs, self.comparisons = config, catalogue, jobs, comparisons
         self.queue, self.sending = queue, sending
+        self.limits = config.request_limits()
         self.videos = Path(config.folder).absolute() / "videos"
         self.keep_s = config.keep_hours * 3600
 
     def submit(self, request: api.CreateVideo) -> str:
         """Queues what is asked for. Returns the (first) video's id."""
-        orders, floor = orders_of(request, self.catalogue, self.config.limits)
+        orders, floor = orders_of(request, self.catalogue, self.limits)
         with self.sending:
             try:
-                ids = self.jobs.submit(orders, self.config.limits.max_queued, floor)
+                ids = self.jobs.submit(orders, self.limits.max_queued, floor)
             except QueueFull as error:
-                full = f"{self.config.limits.max_queued} videos wait already; try again later"
+                full = f"{self.limits.max_queued} videos wait already; try again later"
                 raise HTTPException(429, full, headers={"Retry-After": str(RETRY_AFTER_S)}) from error
             try:
                 for video in ids:
@@ -137,7 +138,7 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(_operation(service, metrics))
     app.add_middleware(_Measured, metrics=metrics)
     config = service.config
-    app.add_middleware(Guard, max_body_bytes=config.limits.max_body_bytes, token=config.token(), local_only=config.for_this_machine_alone())
+    app.add_middleware(Guard, max_body_bytes=service.limits.max_body_bytes, token=config.token(), local_only=config.for_this_machine_alone())
     return app
 
 
@@ -268,7 +269,7 @@ def _about(service: Service) -> APIRouter:
     @router.get("/models", tags=["service"])
     def list_models() -> api.Models:
         """Models on offer with their defaults, and the limits of a request."""
-        return views.show_models(service.catalogue, vars(service.config.limits))
+        return views.show_models(service.catalogue, vars(service.limits))
 
     @router.get("/recipes", tags=["service"])
     def list_recipes() -> api.Recipes:

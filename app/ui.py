@@ -13,6 +13,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from videoqat.models.embedded import CAPTIONS
+
 ASSETS = Path(__file__).parent / "assets"
 FOLDERS = ("/page/", "/assets/", "/static/")  # ours, and Gradio's own scripts, styles and fonts
 FILES = ("/", "/theme.css", "/manifest.json", "/favicon.ico", "/robots.txt")
@@ -33,12 +35,6 @@ POLICY = "; ".join(
     )
 )
 HEADERS = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "same-origin"}
-EXAMPLES = (
-    "a sneaker moves left",
-    "a dress moves up",
-    "A red fox walks through fresh snow at dawn, close-up, soft light",
-    "Waves break on a rocky beach at sunset, seen from above",
-)
 HEAD = """<meta name="color-scheme" content="light dark">
 <link rel="stylesheet" href="/page/page.css">
 <script type="module" src="/page/main.js"></script>"""
@@ -66,7 +62,7 @@ def build() -> gr.Blocks:
 def _form(page: gr.Blocks) -> None:
     prompt = gr.Textbox(label="Prompt", lines=3, max_lines=8, placeholder="What the video should show", elem_id="vq-prompt")
     with gr.Row(elem_id="vq-examples"):
-        for example in EXAMPLES:
+        for example in CAPTIONS:  # which the embedded model knows
             gr.Button(example, size="sm", min_width=0).click(None, None, prompt, js=f"() => {json.dumps(example)}")
     left = gr.Dropdown(label="Reference", elem_id="vq-left")
     right = gr.Dropdown(label="Compared with", elem_id="vq-right")

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from videoqat.cli import main
-from videoqat.demo import PROMPTS
+from videoqat.models.embedded import CAPTIONS
 
-SMALL = ["num_clips=8", "num_held_out=2", "base_steps=2", "tune_steps=1", "num_inference_steps=1"]
+SMALL = ["size=32", "num_clips=4", "num_held_out=2", "tune_steps=1", "num_inference_steps=1"]
 
 
 @pytest.mark.slow
@@ -16,13 +16,18 @@ def test_the_whole_road(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     out = tmp_path / "demo"
     assert main(["demo", f"out={out}", *SMALL]) == 0
     said = capsys.readouterr().err.splitlines()
+    first = [out / "first" / "bf16.mp4", out / "first" / "attn_qat_search.mp4"]
+    places = [said.index(f"    {video.resolve()}") for video in first]
+    assert places[0] < places[1] < next(place for place, line in enumerate(said) if line.startswith("=== Clips")), "videos come first"
+    receipts = [json.loads(video.with_suffix(".json").read_text())["receipts"] for video in first]
+    assert [{receipt["kernel"] for receipt in found} for found in receipts] == [{"sdpa"}, {"torch", "sdpa"}]
     assert said[-1] == f"The report: {(out / 'comparison' / 'report.html').resolve()}"  # last, where a person looks
 
     report = json.loads((out / "comparison" / "report.json").read_text())
     names = [entry["name"] for entry in report["entries"]]
     assert names == ["BF16", "FP4 without QAT", "FP4 after Attn-QAT", "base BF16"]
     assert all(entry["validation"]["samples"] == 2 for entry in report["entries"])
-    assert len(list((out / "comparison" / "videos").glob("*.mp4"))) >= len(names) * len(PROMPTS)
+    assert len(list((out / "comparison" / "videos").glob("*.mp4"))) >= len(names) * len(CAPTIONS)
     recipes = {name: json.loads((out / "models" / name / "videoqat.json").read_text())["recipe"]["name"] for name in ("base", "attn_qat", "control")}
     assert recipes == {"base": "bf16", "attn_qat": "attn_qat_search", "control": "bf16"}
 

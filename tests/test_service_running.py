@@ -185,12 +185,15 @@ def test_killed_workers_and_servers_lose_nothing(service):
 
 
 @pytest.mark.slow
-def test_without_settings_it_serves_a_tiny_model_to_this_machine_alone(tmp_path):
+def test_without_settings_it_serves_the_embedded_model_to_this_machine_alone(tmp_path):
     running = Running(tmp_path / "videoqat-service", None)
     try:
         assert running.url.startswith("http://127.0.0.1:")
-        assert [model["id"] for model in running.http.get("/v1/models").json()["data"]] == ["tiny-wan"]
-        assert running.http.get("/v1/queue").json()["workers"][0]["models"] == ["tiny-wan"]  # warmed up
+        offered = running.http.get("/v1/models").json()
+        (model,) = offered["data"]
+        assert (model["id"], model["defaults"]["size"], model["defaults"]["num_inference_steps"]) == ("garments", "128x128", 25)
+        assert (offered["limits"]["max_pixels"], offered["limits"]["max_frames"]) == (256 * 256, 33)
+        assert running.http.get("/v1/queue").json()["workers"][0]["models"] == ["garments"]  # warmed up
         first = running.submit(compare=True)
         assert running.until(first["id"])["result"]["recipe"]["name"] == "bf16"
     finally:

@@ -9,7 +9,7 @@ from app.queue import Queue
 from app.serve import serve
 from app.worker import DeviceLock
 from videoqat.commands import execute
-from videoqat.config import ServeConfig, load
+from videoqat.config import LimitsConfig, ServeConfig, ServedModel, load
 from videoqat.errors import ConfigError, UserError
 
 
@@ -41,6 +41,13 @@ def test_bad_settings_are_one_line(settings, words, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_embedded_model_alone_is_not_asked_for_long_videos():
+    limits = LimitsConfig(max_pixels=2**20, max_frames=17, max_queued=3)
+    capped = ServeConfig(limits=limits).request_limits()
+    assert (capped.max_pixels, capped.max_frames, capped.max_queued) == (2**16, 17, 3)
+    assert ServeConfig(limits=limits, models=[ServedModel("mine", ".")]).request_limits() == limits
+
+
 def test_a_dry_run_tells_the_kernels_and_writes_nothing(tiny_pipeline, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = [f"models=[{{name: tiny, path: {tiny_pipeline}}}]", "compare=[bf16, attn_qat, checkpoint]"]
@@ -49,6 +56,9 @@ def test_a_dry_run_tells_the_kernels_and_writes_nothing(tiny_pipeline, tmp_path,
         kernels = {"tiny: bf16": ("sdpa", True), "tiny: attn_qat": ("torch", False), "tiny: checkpoint": ("sdpa", True)}
         assert [w["device"] for w in planned["workers"]] == ["cpu"] * (2 if name == "serve" else 1)
         assert {key: (found["kernel"], found["native"]) for key, found in planned["workers"][0]["kernels"].items()} == kernels
+    planned = execute("serve", None, ["devices=[cpu]"], dry_run=True, show_config=False)
+    assert planned["models"] == ["garments"]
+    assert set(planned["workers"][0]["kernels"]) == {"garments: bf16", "garments: attn_qat_search"}
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match=r"kernel='sdpa' can't serve"):
         execute("worker", None, [*settings, "runtime.device=cpu", "runtime.kernel=sdpa"], dry_run=True, show_config=False)

@@ -27,7 +27,7 @@ COMMANDS: dict[str, Command] = {
     "demo": Command(
         cfg.DemoConfig,
         "videoqat.demo:demo",
-        "the whole road on a small set of real clips, on CPU: train, fine-tune with 4-bit attention, compare, report",
+        "a video from the embedded model, then the whole road on a small set of real clips, on CPU: fine-tune with 4-bit attention, compare, report",
         "videoqat demo out=demo_out",
     ),
     "example-clips": Command(

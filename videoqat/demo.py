@@ -1,4 +1,4 @@
-"""The whole road, small: clips, latents, a base model, 4-bit attention without training, Attn-QAT, a control, and the report.
+"""The whole road, small: a first video from the embedded model, in BF16 and in 4 bits; clips, latents, Attn-QAT, a control, and the report.
 
 Every stage is a command that a user could type; the demo prints it before it runs. A stage that is complete is not run again, so an
 interrupted demo is started again with the same words.
@@ -15,14 +15,13 @@ from videoqat.config import DemoConfig, to_dict
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import writable_folder, write_json
-
-PROMPTS = ("a sneaker moves left", "a dress moves right", "a bag moves up", "an ankle boot moves down")
+from videoqat.models.embedded import CAPTIONS, known
 
 
 def _settings_match(out: Path, config: DemoConfig) -> None:
     """Records the demo's settings in `out`, or checks that an earlier demo there had the same."""
     record = out / "demo.json"
-    settings = to_dict(config)
+    settings = to_dict(config) | {"embedded": known()["sha256"]}
     if record.is_file():
         earlier = json.loads(record.read_text())
         changed = [key for key in settings if earlier.get(key) != settings[key]]
@@ -47,11 +46,11 @@ def _stage(title: str, done: Path, command: str, overrides: list[str], file: str
     return result
 
 
-def _train(out: Path, title: str, name: str, model: str, settings: list[str]) -> str:
-    """Trains `model` into `out/runs/NAME` and exports it to `out/models/NAME`; returns that folder."""
+def _train(out: Path, title: str, name: str, base: Path, settings: list[str]) -> str:
+    """Trains `base` on into `out/runs/NAME` and exports it to `out/models/NAME`; returns that folder."""
     run, exported = out / "runs" / name, out / "models" / name
     if not exported.exists():
-        _stage(title, exported, "train", [f"model.path={model}", f"cache={out / 'cache'}", f"out={run}", *settings], "train/tiny")
+        _stage(title, exported, "train", [f"model.path={base}", f"cache={out / 'cache'}", f"out={run}", *settings], "train/garments")
     _stage(f"Export {name}", exported, "export", [f"run={run}", f"out={exported}"])
     return str(exported)
 
@@ -65,35 +64,41 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     started = time.monotonic()
     out = writable_folder("out", config.out)
     _settings_match(out, config)
-    tiny = out / "models" / "tiny"
-    _stage("A tiny Wan pipeline", tiny, "example-model", [f"out={tiny}", f"seed={config.seed}"])
+    base = out / "models" / "base"
+    _stage("The embedded model, trained on moving garments", base, "example-model", ["weights=embedded", f"out={base}"])
+    sampling = [f"sampling.{key}={config.size}" for key in ("height", "width")] + [f"sampling.num_inference_steps={config.num_inference_steps}"]
+    first = {"bf16": "A first video", config.recipe: "The same with 4-bit attention, for which it was not trained"}
+    videos = []
+    for recipe, title in first.items():
+        videos.append(out / "first" / f"{Path(recipe).stem}.mp4")
+        arguments = [f"model={base}", f"recipe={recipe}", f"prompt={CAPTIONS[0]}", f"seed={config.seed}", f"out={videos[-1]}", *sampling]
+        _stage(title, videos[-1].with_suffix(".json"), "generate", arguments, "generate/garments")
+    say(f"\n{CAPTIONS[0]!r}, to look at while the rest is made:")
+    for video in videos:
+        say(f"    {video.resolve()}")
+
     for split, count, folder in (("train", config.num_clips, "clips"), ("held_out", config.num_held_out, "clips_held_out")):
         clips, cache = out / folder, out / folder.replace("clips", "cache")
-        arguments = [f"out={clips}", f"num_clips={count}", f"split={split}", f"seed={config.seed}"]
+        arguments = [f"out={clips}", f"num_clips={count}", f"split={split}", f"size={config.size}", f"seed={config.seed}"]
         _stage(f"Clips ({split} photos)", clips / "metadata.jsonl", "example-clips", arguments)
-        arguments = [f"model.path={tiny}", f"source={clips}", f"out={cache}"]
-        _stage(f"Latents and text embeddings ({split})", cache / "index.json", "preprocess", arguments, "preprocess/tiny")
+        arguments = [f"model.path={base}", f"source={clips}", f"out={cache}", f"buckets=[17x{config.size}x{config.size}]"]
+        _stage(f"Latents and text embeddings ({split})", cache / "index.json", "preprocess", arguments, "preprocess/garments")
 
-    steps = [f"train.steps={config.base_steps}", f"train.save_every={config.base_steps}", f"train.seed={config.seed}"]
-    steps += [f"optimizer.warmup_steps={min(20, config.base_steps // 10)}"]
-    base = _train(out, "Base model: BF16 from scratch", "base", str(tiny), [*steps, "from_scratch=true", "recipe=bf16"])
-    tune = [f"train.steps={config.tune_steps}", f"train.save_every={config.tune_steps}", f"train.seed={config.seed + 1}"]
-    tune += ["optimizer.lr=3e-4", "optimizer.warmup_steps=0"]
+    tune = [f"train.steps={config.tune_steps}", f"train.save_every={config.tune_steps}", f"train.seed={config.seed}"]
     qat = _train(out, "Attn-QAT: training with 4-bit attention simulated", "attn_qat", base, [*tune, f"recipe={config.recipe}"])
-    control = _train(out, "Control: as many BF16 steps more", "control", base, [*tune, "recipe=bf16"])
+    control = _train(out, "Control: as many BF16 steps", "control", base, [*tune, "recipe=bf16"])
 
     prompts = out / "prompts.txt"
-    prompts.write_text("# the demo's prompts\n" + "\n".join(PROMPTS) + "\n")
+    prompts.write_text("# the demo's prompts\n" + "\n".join(CAPTIONS) + "\n")
     entries = [
         {"name": "BF16", "model": control, "recipe": "bf16", "run": str(out / "runs" / "control")},
         {"name": "FP4 without QAT", "model": control, "recipe": config.recipe},
         {"name": "FP4 after Attn-QAT", "model": qat, "recipe": config.recipe, "run": str(out / "runs" / "attn_qat")},
-        {"name": "base BF16", "model": base, "recipe": "bf16", "run": str(out / "runs" / "base")},
+        {"name": "base BF16", "model": str(base), "recipe": "bf16"},
     ]
     report = out / "comparison"
-    arguments = [f"entries={json.dumps(entries)}", f"prompts={prompts}", f"validation_cache={out / 'cache_held_out'}", f"out={report}"]
-    arguments += [f"sampling.num_inference_steps={config.num_inference_steps}"]
-    result = _stage("Compare", report / "report.html", "compare", arguments, "compare/tiny")
+    arguments = [f"entries={json.dumps(entries)}", f"prompts={prompts}", f"validation_cache={out / 'cache_held_out'}", f"out={report}", *sampling]
+    result = _stage("Compare", report / "report.html", "compare", arguments, "compare/garments")
     minutes = (time.monotonic() - started) / 60
     say(f"\nDone in {minutes:.1f} min.\nThe report: {(report / 'report.html').resolve()}")
-    return {"report": str(report / "report.html"), "minutes": minutes, "comparison": result}
+    return {"report": str(report / "report.html"), "first": [str(video) for video in videos], "minutes": minutes, "comparison": result}

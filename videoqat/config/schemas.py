@@ -48,29 +48,34 @@ class ExampleClipsConfig:
 
 @dataclass
 class ExampleModelConfig:
-    """A tiny pipeline of a family, built offline from configuration."""
+    """A tiny pipeline of a family, built offline from configuration; or, with `weights=embedded`, the trained one that comes along."""
 
     out: str = MISSING
+    weights: str = "random"  # drawn from the seed; or embedded: the Wan of moving garments (models/assets/garments.md)
     family: str = "wan"
-    num_layers: int = 4
-    num_heads: int = 2
-    head_dim: int = 64
+    num_layers: int = 0  # 0: 4, or the embedded weights' own
+    num_heads: int = 0  # 0: 2, or their own
+    head_dim: int = 0  # 0: 64, or their own
     two_transformers: bool = False
     image_to_video: bool = False  # with wan as Wan 2.1 has it, and with two_transformers as 2.2 A14B; with cogvideox as 5B; with hunyuan15
     expand_timesteps: bool = False  # wan: as Wan 2.2 TI2V-5B, which does with or without a first frame
     seed: int = 0
 
     def validate(self) -> None:
+        choice("weights", self.weights, ("random", "embedded"))
         choice("family", self.family, ("wan", "cogvideox", "hunyuanvideo", "hunyuan15"))
+        for key, only in (("family", "wan"), ("two_transformers", False), ("image_to_video", False), ("expand_timesteps", False), ("seed", 0)):
+            fits = self.weights == "random" or getattr(self, key) == only
+            require(fits, key, getattr(self, key), f"{str(only).lower()} with weights=embedded, which are of one kind")
         pair = self.family == "wan" or not self.two_transformers
         require(pair, "two_transformers", self.two_transformers, f"false with family={self.family}: only Wan 2.2 has two")
         images = self.family != "hunyuanvideo" or not self.image_to_video
         require(images, "image_to_video", self.image_to_video, f"false with family={self.family}")
         timed = not self.expand_timesteps or (self.family == "wan" and not self.two_transformers and not self.image_to_video)
         require(timed, "expand_timesteps", self.expand_timesteps, "false, except with family=wan alone: TI2V is one model for both tasks")
-        require(self.num_layers >= 1, "num_layers", self.num_layers, "at least 1")
-        require(self.num_heads >= 1, "num_heads", self.num_heads, "at least 1")
-        require(self.head_dim >= 16 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16")
+        for key in ("num_layers", "num_heads"):
+            require(getattr(self, key) >= 0, key, getattr(self, key), "1 or more, or 0 (what the weights have)")
+        require(self.head_dim >= 0 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16, or 0 (what the weights have)")
 
 
 @dataclass
@@ -289,18 +294,19 @@ class DoctorConfig:
 
 @dataclass
 class DemoConfig:
-    """The whole road on the embedded set, sized for two CPU cores."""
+    """The whole road on the embedded set, from the embedded model, sized for two CPU cores."""
 
     out: str = "demo_out"
     recipe: str = "attn_qat_search"
-    num_clips: int = 256
-    num_held_out: int = 48
-    base_steps: int = 600
-    tune_steps: int = 100
-    num_inference_steps: int = 20
+    num_clips: int = 96
+    num_held_out: int = 20
+    tune_steps: int = 32
+    num_inference_steps: int = 12
+    size: int = 128  # height and width of clips and videos: what the model was trained at; smaller ones are quicker, and show less
     seed: int = 0
 
     def validate(self) -> None:
-        for key in ("num_clips", "num_held_out", "base_steps", "tune_steps", "num_inference_steps"):
+        for key in ("num_clips", "num_held_out", "tune_steps", "num_inference_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
+        require(self.size >= 32 and self.size % 16 == 0, "size", self.size, "a multiple of 16, at least 32")
         require(get_recipe(self.recipe).is_quantised, "recipe", self.recipe, "a recipe that quantises")

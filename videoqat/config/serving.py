@@ -95,7 +95,7 @@ class ServiceConfig:
     folder: str = "videoqat-service"  # videos, and by default database, queue and the embedded model; shared by all machines
     database: str = ""  # an SQLAlchemy URL, such as postgresql+psycopg://user:password@host/name; empty: SQLite in `folder`
     queue: str = ""  # redis://host:6379/0; empty: SQLite in `folder`, for one machine
-    models: list[ServedModel] = field(default_factory=list)  # the first is the default; empty: the embedded tiny model
+    models: list[ServedModel] = field(default_factory=list)  # the first is the default; empty: the embedded one (models/assets/garments.md)
     recipes: list[str] = field(default_factory=lambda: list(RECIPES))  # names or files of the recipes on offer
     compare: list[str] = field(default_factory=lambda: ["bf16", "attn_qat_search"])  # what `compare: true` renders
     runtime: GenerationRuntimeConfig = field(default_factory=GenerationRuntimeConfig)
@@ -158,7 +158,7 @@ def without_password(url: str) -> str:
 class ServeConfig(ServiceConfig):
     """The HTTP server, with one worker process for each of `devices`.
 
-    Without settings: the embedded tiny model on the CPU, or on all GPUs, for this machine alone. `database` and `queue` take several machines:
+    Without settings: the embedded model on the CPU, or on all GPUs, for this machine alone. `database` and `queue` take several machines:
     docs/serving.md.
     """
 
@@ -191,6 +191,13 @@ class ServeConfig(ServiceConfig):
             require(len(self.token() or "") >= 16, "token_file", self.token_file, "a file whose first line has at least 16 characters")
         guarded = is_loopback(self.host) or bool(self.token_file) or self.open_to_all
         require(guarded, "host", self.host, "127.0.0.1; or any with token_file=FILE, or with open_to_all=true")
+
+    def request_limits(self) -> LimitsConfig:
+        """What a request may ask for. The embedded model alone is not asked for sizes beyond its skill, of which one could take a CPU for days."""
+        if self.models:
+            return self.limits
+        pixels, frames = min(self.limits.max_pixels, 256 * 256), min(self.limits.max_frames, 33)
+        return dataclasses.replace(self.limits, max_pixels=pixels, max_frames=frames)
 
     def for_this_machine_alone(self) -> bool:
         """Whether nothing keeps others out but the address on which the server listens."""

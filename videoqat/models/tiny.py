@@ -6,8 +6,10 @@ tokenizer, `UniPCMultistepScheduler` with a flow shift. CogVideoX: `CogVideoXTra
 `AutoencoderKLCogVideoX` with weights that are written down (see `tiny_mosaic`: its videos are mosaics of 4x4 pixels), a `T5EncoderModel`, the same
 tokenizer, `CogVideoXDDIMScheduler` as 5B's. Transformers and text encoders are random, drawn from the seed. A video of 17x64x64 is 320 tokens in
 both. The text encoder stays random for good: what matters is that different words give different vectors, and a random one sees to that.
+One such Wan has been trained, and comes along (see `embedded`).
 """
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from videoqat.config import ExampleModelConfig
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import atomic_folder, writable_folder, write_json
+from videoqat.models import embedded
 from videoqat.models.spec import family_of
 from videoqat.models.tiny_hunyuan import hunyuan_pipeline
 from videoqat.models.tiny_hunyuan15 import hunyuan15_pipeline
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
     from diffusers import CogVideoXTransformer3DModel, DiffusionPipeline
     from transformers import PreTrainedTokenizerFast
 
+SIZES = {"num_layers": 4, "num_heads": 2, "head_dim": 64}  # where a configuration has none
 BOUNDARY_RATIO = 0.875  # of a pair of transformers, as in Wan 2.2 A14B
 FLOW_SHIFT = 3.0
 TEXT_DIM = 64
@@ -63,6 +67,26 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
     )
 
 
+def _sized(config: ExampleModelConfig) -> ExampleModelConfig:
+    """`config` with sizes where it has none, if `out` is free."""
+    config.validate()
+    if Path(config.out).exists():
+        raise UserError(f"out={config.out!r} exists already; legal: a folder that doesn't")
+    own = embedded.sized(config) if config.weights == "embedded" else SIZES
+    sizes: dict[str, Any] = {key: getattr(config, key) or size for key, size in own.items()}
+    return dataclasses.replace(config, **sizes)
+
+
+def plan(config: ExampleModelConfig) -> dict[str, Any]:
+    """What `build_pipeline` would make: its sizes.
+
+    Raises:
+        UserError: as there.
+    """
+    config = _sized(config)
+    return {key: getattr(config, key) for key in SIZES}
+
+
 def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
     """Writes the pipeline to the folder `config.out`, which must not exist yet. The same configuration gives the same bytes.
 
@@ -70,22 +94,24 @@ def build_pipeline(config: ExampleModelConfig) -> dict[str, Any]:
         `path`, `components`, `parameters` (of each model), `flow_shift`, and `tokens_per_clip` of a 17x64x64 video.
 
     Raises:
-        UserError: `out` exists already, or can't be written.
+        UserError: `out` exists already, or can't be written; sizes that the embedded weights don't have.
+        CheckpointError: the embedded weights can't be used here.
     """
-    config.validate()
+    config = _sized(config)
     out = Path(config.out)
-    if out.exists():
-        raise UserError(f"out={str(out)!r} exists already; legal: a folder that doesn't")
     writable_folder("out", out.parent)
     with torch.random.fork_rng(devices=[]):
         pipeline = BUILDERS[config.family](config)
+    record = embedded.put_weights(pipeline) if config.weights == "embedded" else None
     with atomic_folder(out) as aside:
         pipeline.save_pretrained(aside)
         _forget_where_it_was_made(aside)
+        if record is not None:
+            write_json(aside / "videoqat.json", record)
     family = family_of(out)
     models = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
     parameters = {name: sum(p.numel() for p in part.parameters()) for name, part in models.items()}
-    say(f"{out}: a tiny {type(pipeline).__name__}, {parameters['transformer']:,} weights in its transformer")
+    say(f"{out}: a tiny {type(pipeline).__name__}, {parameters['transformer']:,} {config.weights} weights in its transformer")
     return {
         "path": str(out),
         "components": list(family.components(out)),
