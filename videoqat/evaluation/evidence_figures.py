@@ -1,19 +1,19 @@
 """The figures of the evidence's page, as SVG files.
 
-    python -m videoqat.evaluation.evidence_figures FOLDER TABLE.json...
+    python -m videoqat.evaluation.evidence_figures FOLDER TABLE...
 
-Of where.json, evidence-share.svg: what 4 bits cost, by how much of attention is computed in them. Of ablations.json, evidence-gradients.svg: gradient
-norms of its trainings, before those of Attn-QAT.
+Tables are given as to `evidence_table`. Of where, evidence-share.svg: what 4 bits cost, by how much of attention is computed in them. Of ablations,
+evidence-gradients.svg: gradient norms of its trainings, before those of Attn-QAT.
 """
 
 import argparse
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from videoqat.errors import UserError
 from videoqat.evaluation import charts
-from videoqat.evaluation.evidence_table import summarise
+from videoqat.evaluation.evidence_table import read_tables, summarise
 from videoqat.files import atomic_path, writable_folder
 
 BEHIND = "qat"  # the training of configs/evidence/ablations.yaml that the others are held against
@@ -33,9 +33,13 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m videoqat.evaluation.evidence_figures", description="The figures of the evidence's page.")
     parser.add_argument("folder", type=Path, help="where they are written")
-    parser.add_argument("tables", type=Path, nargs="+", help="JSON files called where or ablations; others have no figure")
+    parser.add_argument("tables", type=Path, nargs="+", help="where, ablations; others have no figure")
     arguments = parser.parse_args()
-    for name, svg in draw({path.stem: json.loads(path.read_text()) for path in arguments.tables}).items():
+    try:
+        files = read_tables(arguments.tables)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+    for name, svg in draw(files).items():
         with atomic_path(writable_folder("folder", arguments.folder) / name) as aside:
             aside.write_text(svg + "\n")
         print(arguments.folder / name)

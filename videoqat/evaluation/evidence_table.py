@@ -1,8 +1,9 @@
 """What `evidence run` measured, as a page.
 
-    python -m videoqat.evaluation.evidence_table PAGE.md.j2 TABLE.json... > PAGE.md
+    python -m videoqat.evaluation.evidence_table PAGE.md.j2 TABLE... > PAGE.md
 
-A table is what `evidence run` wrote, renamed to the table's name (main.json), or what `sensitivity` wrote, as sensitivity.json. The template may use
+A table is what `evidence run` wrote, TABLE/evidence.json or a copy of it as TABLE.json, TABLE being the name of its configuration (main); or
+sensitivity.json, what `sensitivity` wrote. The template may use
 
     measured                names of the tables that are there. Of another, what stands below says by which command it is made
     runs                    date, device, versions and command of each
@@ -28,6 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from videoqat.errors import UserError
 from videoqat.evaluation import evidence_words
 from videoqat.evaluation.judges import wilson
 from videoqat.pages import fill, run_line
@@ -35,6 +37,25 @@ from videoqat.training.validation import BOOTSTRAP_RESAMPLES, SEED
 
 TABLES = ("main", "ablations", "options", "where", "tuning")  # configs/evidence/NAME.yaml
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of Student's t with 1 to 9 degrees of freedom
+
+
+def read_tables(paths: Iterable[Path]) -> dict[str, dict[str, Any]]:
+    """The table's name -> what was measured, from TABLE/evidence.json, TABLE.json or sensitivity.json.
+
+    Raises:
+        UserError: a file that is called otherwise, holds no JSON, or is a table that was given before.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for path in paths:
+        name = path.parent.name if path.stem == "evidence" else path.stem
+        legal = [*TABLES, "sensitivity"]
+        if name not in legal or name in files:
+            raise UserError(f"{path}: {name!r} is no table, or given twice; legal: TABLE/evidence.json or TABLE.json, TABLE of {', '.join(legal)}")
+        try:
+            files[name] = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} can't be read: {error}") from error
+    return files
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -150,9 +171,6 @@ def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
     Raises:
         jinja2.UndefinedError, KeyError: the template asks for what is no table, or of a table that is there for a row that it lacks.
     """
-    unknown = sorted(set(files) - {*TABLES, "sensitivity"})
-    if unknown:
-        raise KeyError(f"{unknown[0]!r} is no table; legal: {', '.join([*TABLES, 'sensitivity'])}")
     tables = {name: summarise(one) for name, one in files.items() if name != "sensitivity"}
 
     def of(make: Any, source: Mapping[str, Any]) -> Any:
@@ -291,10 +309,12 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m videoqat.evaluation.evidence_table", description="What `evidence run` measured, as a page.")
     parser.add_argument("template", type=Path, help="a page's template")
-    parser.add_argument("tables", type=Path, nargs="+", help=f"JSON files called {', '.join(TABLES)} or sensitivity")
+    parser.add_argument("tables", type=Path, nargs="+", help=f"TABLE/evidence.json or TABLE.json, of {', '.join(TABLES)}; sensitivity.json")
     arguments = parser.parse_args()
-    files = {path.stem: json.loads(path.read_text()) for path in arguments.tables}
-    print(render(arguments.template.read_text(), files), end="")
+    try:
+        print(render(arguments.template.read_text(), read_tables(arguments.tables)), end="")
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":
