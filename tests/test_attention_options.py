@@ -7,7 +7,7 @@ import dataclasses
 
 import pytest
 import torch
-from helpers.naive_attention import hadamard_matrix, rotate, terms
+from helpers.naive_attention import NaiveAttention, hadamard_matrix, rotate, terms
 
 from videoqat.attention import attention, metrics, reference
 from videoqat.attention.backends import resolve
@@ -147,6 +147,18 @@ def test_two_terms_are_what_one_leaves_over_and_add_up_exactly():
         found = reference._quantised(x, "nvfp4", -1, divisors, True)
         assert torch.equal(found.double(), terms(x, "nvfp4", divisors, True))
         assert relative_l2(found, x) < 0.2 * relative_l2(reference._quantised(x, "nvfp4", -1, divisors, False), x)
+
+
+@pytest.mark.parametrize("recipe", [ALL_TWICE, dataclasses.replace(ALL_TWICE, two_level_p=True, p_gain_log2=0)], ids=["gain", "two_level_p"])
+def test_two_terms_of_p(recipe):
+    """The second has signs; with two levels, it is taken within the tile."""
+    p = torch.rand(2, 256, 5, generator=torch.Generator().manual_seed(0)).pow(8) * 2.0**recipe.p_gain_log2  # keys before rows
+    p[0, :128, 2] = 0.0
+    naive = NaiveAttention(*make()[:3], recipe)
+    for dtype in (torch.float32, torch.float64):
+        found = reference.quantise_p(p.to(dtype), recipe, torch.empty_like(p, dtype=dtype))
+        assert found.dtype == dtype
+        assert all(torch.equal(found[h, :, r].float().double(), naive._quantise_p(p[h, :, r])) for h in range(2) for r in range(5))
 
 
 def test_each_operand_s_second_term_takes_its_error_away():

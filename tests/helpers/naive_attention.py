@@ -165,7 +165,7 @@ class NaiveAttention:
 
 
 def straight_through_autograd(q, k, v, grad_out, recipe: AttentionRecipe, scale=None):
-    """dQ, dK, dV by torch's autograd in fp64 through softmax of fake-quantised operands; for recipes without smoothing.
+    """dQ, dK, dV by torch's autograd in fp64 through softmax of fake-quantised operands; for recipes that neither smooth nor rotate.
 
     Where the formulas of docs/numerics.md are those of plain calculus (D from O_hp, P' in dV), this knows nothing of them and must agree.
     """
@@ -176,8 +176,6 @@ def straight_through_autograd(q, k, v, grad_out, recipe: AttentionRecipe, scale=
         return x + (quantised - x).detach()
 
     qs, ks, vs = (x.transpose(1, 2) for x in leaves)
-    if recipe.rotate_qk:
-        qs, ks = (x @ hadamard_matrix(q.shape[-1]) for x in (qs, ks))
     ks, vs = (x.repeat_interleave(group, dim=1) for x in (ks, vs))
     qs = straight_through(qs, fake_quantize(qs.detach(), recipe.qk, -1, recipe.scale_divisors))
     ks = straight_through(ks, fake_quantize(ks.detach(), recipe.qk, -1, recipe.scale_divisors))
