@@ -17,7 +17,6 @@ from videoqat.models import embedded, tiny_vae
 from videoqat.models.spec import family_of, read_recipe
 from videoqat.models.tiny import build_pipeline
 
-MIB = 2**20
 SAMPLING = SamplingConfig(num_frames=17, height=128, width=128, num_inference_steps=3, guidance_scale=3.0)
 
 
@@ -60,7 +59,7 @@ def test_the_card_is_of_this_file() -> None:
     card, content = embedded.known(), embedded.ASSET.read_bytes()
     assert (hashlib.sha256(content).hexdigest(), len(content)) == (card["sha256"], card["bytes"])
     assert embedded.ASSET.with_suffix(".md").read_text() == embedded.describe(card)
-    assert sum(path.stat().st_size for path in embedded.ASSETS.glob("garments.*")) < 16 * MIB
+    assert sum(path.stat().st_size for path in embedded.ASSETS.glob("garments.*")) < embedded.MOST_BYTES
     assert "/tmp" not in json.dumps(card), "nobody needs to know where it was trained"
     reached = card["judged"]["garment"]["share"] >= 0.7 and card["judged"]["direction"]["share"] >= 0.9
     assert ("is not reached" not in embedded.describe(card)) is reached
@@ -108,7 +107,7 @@ def test_a_torn_file_another_vae_and_other_tokens_are_refused(tmp_path: Path, mo
         assert says in refused(tmp_path)
 
 
-def test_another_checkpoint_takes_its_place_by_one_command(garments: Path, tmp_path: Path) -> None:
+def test_another_checkpoint_takes_its_place_by_one_command(garments: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the folder that it was unpacked to: the same file, byte for byte, and its card from the new training's records."""
     log = [{"loss": 2.0, "step_time": 0.5}, {"loss": 0.3, "step_time": 0.1}, {"loss": 0.1, "step_time": 0.1}]
     (tmp_path / "log.jsonl").write_text("\n".join(map(json.dumps, log)))
@@ -133,3 +132,9 @@ def test_another_checkpoint_takes_its_place_by_one_command(garments: Path, tmp_p
     text = (tmp_path / "assets" / "garments.md").read_text()
     assert "98 % (87 to 99)" in text
     assert tiny_vae.ASSET.name.removesuffix(".safetensors") in text
+
+    monkeypatch.setattr(embedded, "MOST_BYTES", 1000)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"bytes; legal: at most 1,000"):
+        embedded.embed(garments, tmp_path, tmp_path, tmp_path / "judged.json", tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []

@@ -28,6 +28,7 @@ ASSET = ASSETS / "garments.safetensors"
 NAME = "garments"
 # A few of the captions that it was trained on, for whoever wants to see something.
 CAPTIONS = ("a sneaker moves left", "a dress moves right", "a bag moves up", "an ankle boot moves down")
+MOST_BYTES = 16 * 2**20
 PARTS = ("transformer", "text_encoder")
 SIZES = ("num_layers", "num_heads", "head_dim")
 WORDS = "a t-shirt trousers pullover dress coat sandal shirt sneaker bag an ankle boot moves move left right up down"  # what captions are made of
@@ -97,6 +98,9 @@ def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSET
         clips: with set.json of what it was trained on.
         judged: the JSON of `evidence judge`, of its videos.
         assets: where they go.
+
+    Raises:
+        CheckpointError: it is too large for a repository, as one in fp32 is; nothing is written.
     """
     from diffusers import WanPipeline
     from safetensors.torch import load_file, save
@@ -112,9 +116,11 @@ def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSET
     weights = {f"{part}.{name}": tensor.detach().contiguous() for part, tensors in parts.items() for name, tensor in tensors.items()}
     config = pipeline.transformer.config
     record = json.loads((base / "videoqat.json").read_text())
-    path = assets / ASSET.name
+    path, content = assets / ASSET.name, save(weights, {"format": "pt"})
+    if len(content) > MOST_BYTES:
+        raise CheckpointError(f"{base} comes to {len(content):,} bytes; legal: at most {MOST_BYTES:,}, as `export dtype=bfloat16` writes it")
     with atomic_path(path) as aside:
-        aside.write_bytes(save(weights, {"format": "pt"}))
+        aside.write_bytes(content)
     card = {
         "sha256": _sha256(path),
         "bytes": path.stat().st_size,
