@@ -1,6 +1,7 @@
 """What all tests share: one torch thread a worker, and tests that need a GPU skip where there is none."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
 def pytest_configure(config: pytest.Config) -> None:
     """Workers of pytest-xdist divide the cores among them; torch's own threads on top would only fight for them.
 
-    The programs that tests start inherit it, too: sums in another number of threads differ in their last bits.
+    The programs that tests start inherit it, too: sums in another number of threads differ in their last bits. They would also inherit that Ctrl-C
+    is ignored, as it is in whatever a script has started with `&`; tests of what Ctrl-C does then wait in vain, for minutes.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(config, "workerinput"):
         torch.set_num_threads(1)
         os.environ["OMP_NUM_THREADS"] = "1"

@@ -50,8 +50,8 @@ class Desk:
         return [arguments for program, *arguments in map(json.loads, lines) if program == name]
 
     def start(self, script: str | Path, *arguments: str, **env: str) -> "subprocess.Popen[str]":
-        """Starts a script of launch/ (or one by path) in the desk's folder."""
-        command = ["bash", str(LAUNCH / script), *arguments]
+        """Starts a script of launch/ (or one by path) in the desk's folder. It heeds SIGHUP also where the tests, begun with nohup, don't."""
+        command = ["env", "--default-signal=HUP", "bash", str(LAUNCH / script), *arguments]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, cwd=self.folder, env=self.env | env, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
 
