@@ -103,9 +103,7 @@ def caption_of(index: int) -> str:
 
 def _canvas(rng: np.random.Generator, size: int) -> torch.Tensor:
     """A dim, smooth, coloured texture, (3, size, size) in 0..1: 3x3 random colours around one hue, interpolated."""
-    colour = rng.uniform(0.08, 0.42, (3, 1, 1))
-    patches = np.clip(colour + rng.uniform(-0.14, 0.14, (3, 3, 3)), 0.02, 0.6)
-    grown = F.interpolate(torch.from_numpy(patches)[None].float(), size=(size, size), mode="bicubic", align_corners=True)
+    grown = F.interpolate(torch.from_numpy(_patches(rng))[None].float(), size=(size, size), mode="bicubic", align_corners=True)
     return grown[0].clamp(0, 1)
 
 
@@ -114,10 +112,7 @@ def draw_clip(photos: np.ndarray, labels: np.ndarray, index: int, *, num_frames:
     rng = np.random.default_rng([seed, index, list(SUBSET_PER_CLASS).index(split)])
     direction = list(DIRECTIONS.values())[index // len(GARMENTS) % len(DIRECTIONS)]
     photo = torch.from_numpy(photos[rng.choice(np.flatnonzero(labels == index % len(GARMENTS)))]).float()[None, None] / 255
-    # The photos have a black ground. Closing (dilate, erode) keeps dark seams inside a garment opaque.
-    closed = -F.max_pool2d(-F.max_pool2d(photo, 3, 1, 1), 3, 1, 1)
-    alpha = (closed * 5).clamp(0, 1)
-    layers = torch.cat([photo * alpha, alpha], dim=1)
+    layers = _layers(photo)
 
     extent = rng.uniform(0.46, 0.6)  # of the garment, as a share of the frame
     room = 1 - extent  # how far its centre may lie from the middle, in units of half a frame
@@ -129,11 +124,53 @@ def draw_clip(photos: np.ndarray, labels: np.ndarray, index: int, *, num_frames:
     theta[:, 0, 2], theta[:, 1, 2] = -x / extent, -y / extent
     grid = F.affine_grid(theta, [num_frames, 2, size, size], align_corners=False)
     moved = F.grid_sample(layers.expand(num_frames, -1, -1, -1), grid, mode="bilinear", padding_mode="zeros", align_corners=False)
-    shade, alpha = moved[:, :1], moved[:, 1:]
-
     tint = torch.tensor(_bright_colour(rng)).float().view(1, 3, 1, 1)
-    frames = _canvas(rng, size) * (1 - alpha) + tint * (0.3 * alpha + 0.7 * shade)
-    return (frames.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    frames = _composed(_canvas(rng, size), moved, tint)
+    return (frames * 255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+
+
+def draw_views(
+    photos: np.ndarray, places: np.ndarray, windows: np.ndarray, *, size: int, rng: np.random.Generator, turns: np.ndarray | None = None
+) -> torch.Tensor:
+    """Single frames as `draw_clip` makes them, each seen through a square window, float32 (B, 3, size, size) in 0..1.
+
+    Args:
+        photos: uint8 (B, 28, 28).
+        places: (B, 3): x and y of the garment's centre, -1 to 1 across the frame, and its extent as a share of the frame.
+        windows: (B, 3): the same of what is seen; (0, 0, 1) is the whole frame.
+        turns: (B, 2, 2), from directions in the garment as seen to those in the photo; default: as they are.
+    """
+    count = len(photos)
+    layers = _layers(torch.from_numpy(photos).float()[:, None] / 255)
+    turns = np.eye(2) if turns is None else turns
+    to_photo = np.broadcast_to(turns, (count, 2, 2)) / places[:, 2, None, None]
+    theta = np.concatenate([to_photo * windows[:, 2, None, None], to_photo @ (windows[:, :2] - places[:, :2])[:, :, None]], 2)
+    grid = F.affine_grid(torch.from_numpy(theta).float(), [count, 2, size, size], align_corners=False)
+    moved = F.grid_sample(layers, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    theta = np.concatenate([np.eye(2) * windows[:, 2, None, None], windows[:, :2, None]], 2)
+    grid = F.affine_grid(torch.from_numpy(theta).float(), [count, 3, size, size], align_corners=False)
+    patches = torch.from_numpy(np.stack([_patches(rng) for _ in range(count)])).float()
+    canvases = F.grid_sample(patches, grid, mode="bicubic", padding_mode="border", align_corners=True).clamp(0, 1)
+    return _composed(canvases, moved, torch.tensor([_bright_colour(rng) for _ in range(count)]).view(count, 3, 1, 1))
+
+
+def _layers(photo: torch.Tensor) -> torch.Tensor:
+    """Shade and opacity, (B, 2, 28, 28), of photos (B, 1, 28, 28) in 0..1.
+
+    The photos have a black ground. Closing (dilate, erode) keeps dark seams inside a garment opaque."""
+    closed = -F.max_pool2d(-F.max_pool2d(photo, 3, 1, 1), 3, 1, 1)
+    alpha = (closed * 5).clamp(0, 1)
+    return torch.cat([photo * alpha, alpha], dim=1)
+
+
+def _composed(canvas: torch.Tensor, layers: torch.Tensor, tint: torch.Tensor) -> torch.Tensor:
+    shade, alpha = layers[:, :1], layers[:, 1:]
+    return (canvas * (1 - alpha) + tint * (0.3 * alpha + 0.7 * shade)).clamp(0, 1)
+
+
+def _patches(rng: np.random.Generator) -> np.ndarray:
+    """3x3 dim colours around one hue, (3, 3, 3): colour, row, column."""
+    return np.clip(rng.uniform(0.08, 0.42, (3, 1, 1)) + rng.uniform(-0.14, 0.14, (3, 3, 3)), 0.02, 0.6)
 
 
 def _bright_colour(rng: np.random.Generator) -> tuple[float, float, float]:
