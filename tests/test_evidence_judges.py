@@ -120,6 +120,13 @@ def test_views_lie_where_they_are_told() -> None:
         expected = torch.zeros(64, 64, dtype=torch.bool)
         expected[top : top + side, left : left + side] = True
         assert torch.equal(mask, expected)
+    square[:, :, 14:] = 0  # its left half
+    middle = np.array([[0.0, 0.0, 0.5]] * 2)
+    turns = np.array([np.eye(2), np.diag((-1.0, 1.0))])
+    seen = draw_views(square, middle, module.WHOLE.repeat(2, 0), size=64, rng=np.random.default_rng(0), turns=turns).sum(1) > 2.06
+    for mask, there, elsewhere in zip(seen, (slice(16, 31), slice(33, 48)), (slice(33, 64), slice(0, 31)), strict=True):
+        assert mask[16:48, there].all()
+        assert not mask[:, elsewhere].any()
 
 
 def test_a_video_backwards_goes_the_other_way() -> None:
