@@ -118,7 +118,7 @@ COMMANDS: dict[str, Command] = {
         cfg.EvidenceConfig,
         "videoqat.evaluation.evidence_run:run",
         "train one base in several ways, with several seeds, and measure each under several recipes: the rows of a table, resumable one by one",
-        "videoqat evidence run --config evidence/short base=tiny-wan cache=cache held_out=cache_held_out out=evidence",
+        "videoqat evidence run --config evidence/short base=garments cache=cache held_out=cache_held_out out=evidence",
         "videoqat.evaluation.evidence_run:plan",
     ),
     "evidence measure": Command(
