@@ -107,11 +107,11 @@ def test_a_claim_agrees_or_not_by_its_numbers() -> None:
     norms = {"qat": [[1, 1, 9], [1, 1, 9]], "o": [[2, 2, 2], [2, 2, 2]]}
     one = {"rows": rows, "trainings": [{"name": name, "seed": s, "grad_norm": norm} for name, both in norms.items() for s, norm in enumerate(both)]}
     mine, other = {"name": "other", "training": "o", "seeds": [0, 1]}, {"name": "QAT", "training": "qat", "seeds": [0, 1]}
-    assert claim(one, mine, other, "loss") == "loss 1.65000 against 1.50000 of QAT: higher by 2 seeds"
+    assert claim(one, mine, other, "loss") == "loss 1.65000 against 1.50000 of QAT: higher in 2 seeds"
     assert claim(one, mine, other, "loss", "not lower").endswith("the paper: not lower. **Agrees**")
     assert claim(one, other, mine, "loss", "not lower").endswith("the paper: not lower. **Contradicts the paper**")
-    assert claim(one, mine, other, "median gradient norm", "higher").startswith("median gradient norm 2.000 against 1.000 of QAT: higher by 2 seeds")
-    assert claim(one, mine, other, "largest gradient norm", "higher").endswith("lower by 2 seeds; the paper: higher. **Contradicts the paper**")
+    assert claim(one, mine, other, "median gradient norm", "higher").startswith("median gradient norm 2.000 against 1.000 of QAT: higher in 2 seeds")
+    assert claim(one, mine, other, "largest gradient norm", "higher").endswith("lower in 2 seeds; the paper: higher. **Contradicts the paper**")
     single = {**mine, "seeds": [0]}
     assert claim(one, single, other, "loss", "higher").endswith("of a single seed, which tells nothing apart; the paper: higher. **Not seen here**")
     with pytest.raises(KeyError, match="legal: loss"):

@@ -68,7 +68,7 @@ def claim(one: dict[str, Any], row: dict[str, Any], other: dict[str, Any], quant
     mine, others = ([float(of(found[key, seed])) for seed in seeds] for key in keys)
     verdict, digits = compared(mine, others), 5 if quantity == "loss" else 3
     told = f"{quantity} {np.mean(mine):.{digits}f} against {np.mean(others):.{digits}f} of {other['name']}"
-    told += f": {verdict} by {len(seeds)} seeds" if len(seeds) > 1 else ", of a single seed, which tells nothing apart"
+    told += f": {verdict} in {len(seeds)} seeds" if len(seeds) > 1 else ", of a single seed, which tells nothing apart"
     if not paper:
         return told
     if verdict in EXPECTED[paper]:
