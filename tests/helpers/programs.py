@@ -1,56 +1,73 @@
 """`python -m videoqat` without waiting for torch and diffusers to load, which takes longer than most small commands.
 
-With a GPU it is started as usual: what was loaded has asked CUDA for devices, after which a fork can't use them.
+    with Forks() as forks:
+        exit_code = forks.run(["doctor", "model=tiny-wan"], folder, folder / "said")
+
+Run as a program, this file is what forks: it has loaded torch and diffusers, and nothing of ours.
 """
 
-import dataclasses
+import importlib
+import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
-
-import torch
-from helpers.ranks import loaded_already
+from types import TracebackType
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@dataclasses.dataclass
-class Ended:
-    """How a program ended, and what it wrote, to both outputs."""
+class Forks:
+    """A process that has loaded what takes long, for as many commands as come."""
 
-    exit_code: int
-    said: str
-
-
-def _main(words: list[str], folder: str, log: str) -> None:
-    torch.set_num_threads(1)
-    os.chdir(folder)
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(written, 1)
-    os.dup2(written, 2)
-    sys.argv = ["videoqat", *words]
-    runpy.run_module("videoqat", run_name="__main__", alter_sys=True)  # it ends by SystemExit
-
-
-def run_videoqat(words: list[str], folder: Path, log: Path, timeout: float = 300) -> Ended:
-    """`python -m videoqat *words`, typed in `folder`: in a process of its own, forked from one that has nothing of ours loaded.
-
-    Raises:
-        TimeoutError, subprocess.TimeoutExpired: it did not end within `timeout` seconds, and was killed.
-    """
-    if torch.cuda.is_available():
+    def __init__(self) -> None:
+        # One thread, as every test worker has: the cores are shared out among workers.
         environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-        with open(log, "w") as file:
-            command = [sys.executable, "-m", "videoqat", *words]
-            done = subprocess.run(command, cwd=folder, env=environment, stdout=file, stderr=file, timeout=timeout, check=False)
-        return Ended(done.returncode, log.read_text())
-    process = loaded_already().Process(target=_main, args=(words, str(folder), str(log)))
-    process.start()
-    process.join(timeout)
-    if process.exitcode is None:
-        process.kill()
-        process.join()
-        raise TimeoutError(f"videoqat {words} still ran after {timeout} s\n{log.read_text()}")
-    return Ended(process.exitcode, log.read_text())
+        pipe = subprocess.PIPE
+        self._server = subprocess.Popen([sys.executable, __file__], env=environment, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+
+    def __enter__(self) -> "Forks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        os.killpg(self._server.pid, signal.SIGKILL)  # and a command that still runs
+        self._server.communicate()
+
+    def run(self, words: list[str], folder: Path, log: Path) -> int:
+        """`python -m videoqat *words`, typed in `folder`; all that it says goes to `log`. Returns its exit code."""
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(json.dumps([words, str(folder), str(log)]), file=self._server.stdin, flush=True)
+        return int(self._server.stdout.readline())
+
+
+def _videoqat(words: list[str], folder: str, log: str) -> None:
+    """Ends by SystemExit."""
+    import torch
+
+    os.chdir(folder)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for output in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), output)
+    if torch.cuda.is_available():  # CUDA has been asked for its devices, after which a fork can't use them
+        os.execv(sys.executable, [sys.executable, "-m", "videoqat", *words])
+    sys.argv = ["videoqat", *words]
+    runpy.run_module("videoqat", run_name="__main__", alter_sys=True)
+
+
+def _serve() -> None:
+    del sys.path[0]  # the folder of this file, which has a `transformers`, too
+    for name in ("torch.distributed.fsdp", "torch.distributed.checkpoint", "diffusers.pipelines.wan.pipeline_wan"):
+        importlib.import_module(name)
+    for line in sys.stdin:
+        words, folder, log = json.loads(line)
+        Path(log).write_text("")
+        if (child := os.fork()) == 0:
+            _videoqat(words, folder, log)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -7,7 +7,7 @@
     results = run_ranks(on_each_rank, 2, 16)  # by rank
 
 The function is a module's own (no closure); it, its arguments and its results are pickled. Ranks are forked from a server that has torch, diffusers,
-DeepSpeed and pytest loaded already, nothing of ours, and use one thread each.
+DeepSpeed and our own modules loaded already, and use one thread each.
 """
 
 import dataclasses
@@ -27,22 +27,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# What all ranks need, and what takes long in some; what can't be found is left out.
 _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
     "torch._inductor.compile_fx",
     "diffusers.pipelines.wan.pipeline_wan",
     "deepspeed",
-    "omegaconf",
     "pytest",
+    "videoqat.generation.batch",
+    "videoqat.training.trainer",
 ]
-
-
-def loaded_already() -> multiprocessing.context.ForkServerContext:
-    """Starts processes that needn't load what takes longest. There is one server for all of them, so what it has is said once."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context
 
 
 @dataclasses.dataclass
@@ -88,7 +83,8 @@ def outcomes(function: Callable[..., Any], world_size: int, *arguments: Any, tim
     Raises:
         TimeoutError: not all ended within `timeout` seconds (those that had not are killed).
     """
-    context = loaded_already()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     file = sys.modules[function.__module__].__file__
     found = [Outcome() for _ in range(world_size)]
