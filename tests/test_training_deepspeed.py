@@ -71,13 +71,13 @@ def frozen(mesh: Mesh, wan: Path, stage: int, out: Path) -> Any:
     job = tiny_job(wan, **SETTINGS | {"parallel": zero_of(stage), "train__trainable": TRAINED})
     engine: Any = make_engine(job, mesh)
     before = {name: x.full_tensor() for name, x in engine.tensors()["model"].items()}
-    steps(engine, job, mesh, RATES[:2])
+    steps(engine, job, mesh, 1, RATES[:2])
     tensors = engine.tensors()
     state.save(out, 2, tensors, {"step": 2}, keep_last=1, group=mesh.cpu_group)
     again: Any = make_engine(job, mesh)
     again.restore(out / "step-000002")
     changed = {n: tuple(not torch.equal(tensors[kind][n].full_tensor(), old) for kind in ("model", "ema")) for n, old in before.items()}
-    return changed, set(tensors["optimizer"]), steps(engine, job, mesh, RATES[2:]), steps(again, job, mesh, RATES[2:])
+    return changed, set(tensors["optimizer"]), steps(engine, job, mesh, 3, RATES[2:]), steps(again, job, mesh, 3, RATES[2:])
 
 
 def gradients(mesh: Mesh, wan: Path, parallel: ParallelConfig, dtype: str) -> tuple[float, dict[str, Tensor]]:
@@ -180,7 +180,7 @@ def test_one_process_without_a_launcher(wan: Path, stage: int, monkeypatch: pyte
         job = tiny_job(wan, **SETTINGS | {"parallel": zero_of(stage)})
         engine: Any = make_engine(job, mesh)
         expected = plain_run(wan)
-        assert steps(engine, job, mesh, RATES[:2]) == [pytest.approx(row, rel=2e-6) for row in expected[0][:2]]
+        assert steps(engine, job, mesh, 1, RATES[:2]) == [pytest.approx(row, rel=2e-6) for row in expected[0][:2]]
         # A broken gradient shows in the norm, and changes nothing.
         before = {(kind, name): x.full_tensor() for kind in ("model", "ema") for name, x in engine.tensors()[kind].items()}
         accumulate(engine, job, mesh, 4)
@@ -188,7 +188,7 @@ def test_one_process_without_a_launcher(wan: Path, stage: int, monkeypatch: pyte
         assert math.isnan(engine.gradient_norm())
         for norm in (math.nan, math.inf):
             with pytest.raises(ValueError, match=f"a gradient of norm {norm} is nothing to update by"):
-                engine.update(1e-2, norm)
+                engine.update(1e-2, norm, 1)
         assert all(torch.equal(before[kind, name], x.full_tensor()) for kind in ("model", "ema") for name, x in engine.tensors()[kind].items())
         with pytest.raises(CheckpointError, match="can't be read"):
             engine.restore(wan)

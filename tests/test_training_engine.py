@@ -70,7 +70,7 @@ def test_a_broken_gradient_changes_nothing(wan: Path, norm: float) -> None:
         accumulate(engine, job, mesh, 4)
         before = {name: x.full_tensor().clone() for kind in ("model", "ema") for name, x in engine.tensors()[kind].items()}
         with pytest.raises(ValueError, match=f"a gradient of norm {norm} is nothing to update by"):
-            engine.update(1e-2, norm)
+            engine.update(1e-2, norm, 1)
         assert all(torch.equal(before[name], x.full_tensor()) for kind in ("model", "ema") for name, x in engine.tensors()[kind].items())
         assert not engine.tensors()["optimizer"]
         del engine
@@ -91,7 +91,7 @@ def test_frozen_parameters_stay_have_no_moments_and_average_to_themselves(wan: P
         job = tiny_job(wan, **SETTINGS | {"train__trainable": ["blocks.1.*", "*.norm2.bias"]})
         engine: Any = make_engine(job, mesh)
         before = {name: p.full_tensor().clone() for name, p in engine.parameters.items()}
-        steps(engine, job, mesh, RATES[:2])
+        steps(engine, job, mesh, 1, RATES[:2])
         trained = {name for name in before if name.startswith("blocks.1.") or name.endswith("norm2.bias")}
         tensors = engine.tensors()
         assert set(tensors["optimizer"]) == trained
@@ -103,7 +103,7 @@ def test_frozen_parameters_stay_have_no_moments_and_average_to_themselves(wan: P
         again: Any = make_engine(job, mesh)
         again.restore(tmp_path / "step-000002")
         assert set(again.tensors()["optimizer"]) == trained
-        assert steps(again, job, mesh, RATES[2:]) == steps(engine, job, mesh, RATES[2:])
+        assert steps(again, job, mesh, 3, RATES[2:]) == steps(engine, job, mesh, 3, RATES[2:])
         del engine, again, tensors
 
 
@@ -127,6 +127,6 @@ def test_the_average_of_plain_parameters() -> None:
     average = Ema(parameters, 0.75)
     with torch.no_grad():
         weight += 4
-    average.update(parameters)
+    average.update(parameters, 100)
     assert average.tensors["weight"].tolist() == [2.0, 3.0]
     assert average.tensors["frozen"].tolist() == [5.0]

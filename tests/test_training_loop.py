@@ -263,7 +263,7 @@ def test_the_average_is_what_the_steps_weights_say(make: Any) -> None:
     assert averaged == weights != set()
     for key, average in second.items():
         if key.startswith("ema."):
-            expected = 0.75 * first[key] + 0.25 * second["model." + key.removeprefix("ema.")]
+            expected = 2 / 11 * first[key] + 9 / 11 * second["model." + key.removeprefix("ema.")]
             torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)
 
 

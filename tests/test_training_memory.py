@@ -113,7 +113,7 @@ def test_the_estimate_is_near_what_a_gpu_allocates(tmp_path: Path, recipe: str, 
             prediction = job.family.forward(engine.transformer, x_BCFHW, torch.full((1,), 0.5, device=mesh.device), condition)
             engine.backward(prediction.float().square().mean(), last=last)
             if last:
-                engine.update(1e-6, engine.gradient_norm())
+                engine.update(1e-6, engine.gradient_norm(), 1)
         most = torch.cuda.max_memory_allocated()
         del engine
     assert most == pytest.approx(estimate["total"], rel=0.2)

@@ -189,10 +189,25 @@ def test_ema_by_hand() -> None:
         model.weight.fill_(1.0)
     weights = dict(model.named_parameters())
     ema = Ema(weights, 0.75)
-    for value in (2.0, 4.0):
+    for step, value in ((27, 2.0), (28, 4.0)):  # from step 27 on the decay is that of the configuration
         with torch.no_grad():
             model.weight.fill_(value)
-        ema.update(weights)
+        ema.update(weights, step)
     assert list(ema.tensors) == ["weight"]
     assert ema.tensors["weight"].dtype == torch.float32
     assert ema.tensors["weight"].item() == 0.75 * (0.75 * 1 + 0.25 * 2) + 0.25 * 4
+
+
+def test_a_short_runs_average_forgets_where_it_began() -> None:
+    weight = nn.Parameter(torch.zeros(1))
+    averages = [Ema({"weight": weight}, decay) for decay in (0.999, 0.5)]
+    with torch.no_grad():
+        weight.fill_(1.0)
+    left = 1.0
+    for step in range(1, 101):
+        for ema in averages:
+            ema.update({"weight": weight}, step)
+        left *= step / (step + 9)
+    assert averages[0].tensors["weight"].item() == pytest.approx(1 - left, rel=1e-5)
+    assert left < 1e-10
+    assert averages[1].tensors["weight"].item() == pytest.approx(1)

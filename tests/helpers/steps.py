@@ -29,7 +29,7 @@ def plain_run(folder: Path) -> Found:
     optimizer = torch.optim.AdamW(transformer.parameters(), betas=(0.9, 0.999), eps=1e-3, weight_decay=0.1)
     average = {name: p.detach().clone() for name, p in transformer.named_parameters()}
     rows = []
-    for rate in RATES:
+    for decay, rate in zip((0.1, 2 / 11, 0.25, 4 / 13), RATES, strict=True):
         optimizer.zero_grad()
         loss = loss_of(family, transformer, folder, [0, 1, 2, 3]).mean()
         loss.backward()
@@ -37,17 +37,17 @@ def plain_run(folder: Path) -> Found:
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         for name, parameter in transformer.named_parameters():
-            average[name] = 0.7 * average[name] + 0.3 * parameter.detach()
+            average[name] = decay * average[name] + (1 - decay) * parameter.detach()
         rows.append((loss.item(), norm.item()))
     return rows, {name: p.detach() for name, p in transformer.named_parameters()}, average
 
 
-def steps(engine: Any, job: Any, mesh: Mesh, rates: list[float]) -> list[tuple[float, float]]:
+def steps(engine: Any, job: Any, mesh: Mesh, first: int, rates: list[float]) -> list[tuple[float, float]]:
     rows = []
-    for rate in rates:
+    for step, rate in enumerate(rates, first):
         loss = accumulate(engine, job, mesh, 4)
         norm = engine.gradient_norm()
-        engine.update(rate, norm)
+        engine.update(rate, norm, step)
         rows.append((loss, norm))
     return rows
 
@@ -72,10 +72,10 @@ def run_in(mesh: Mesh, folder: Path, parallel: ParallelConfig, out: Path | None,
     if start is not None:
         engine.restore(start)
     else:
-        rows += steps(engine, job, mesh, RATES[:2])
+        rows += steps(engine, job, mesh, 1, RATES[:2])
     if out is not None:
         state.save(out, 2, engine.tensors(), {"step": 2}, keep_last=1, group=mesh.cpu_group)
-    rows += steps(engine, job, mesh, RATES[2:])
+    rows += steps(engine, job, mesh, 3, RATES[2:])
     tensors = engine.tensors()
     del engine
     gc.collect()

@@ -133,7 +133,7 @@ class DeepSpeedEngine:
         dist.all_reduce(squared, group=self.group)
         return squared.sqrt().item()
 
-    def update(self, lr: float, norm: float) -> None:
+    def update(self, lr: float, norm: float, step: int) -> None:
         if not math.isfinite(norm):
             raise ValueError(f"a gradient of norm {norm} is nothing to update by")
         factor = self.clip_norm / (norm + 1e-6)
@@ -143,7 +143,7 @@ class DeepSpeedEngine:
             group["lr"] = lr
         self.engine.step()
         if self.ema:
-            self.ema.update(_numbered(self.flats))
+            self.ema.update(_numbered(self.flats), step)
 
     def tensors(self) -> dict[str, Any]:
         """As documented; but copies, since ZeRO holds no rows: as much memory again as a rank's part of all takes."""

@@ -54,7 +54,7 @@ class FsdpEngine:
     def gradient_norm(self) -> float:
         return gradient_norm(self.parameters.values())
 
-    def update(self, lr: float, norm: float) -> None:
+    def update(self, lr: float, norm: float, step: int) -> None:
         if not math.isfinite(norm):
             raise ValueError(f"a gradient of norm {norm} is nothing to update by")
         clip_gradients(self.parameters.values(), self.clip_norm, norm)
@@ -63,7 +63,7 @@ class FsdpEngine:
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.ema:
-            self.ema.update(self.parameters)
+            self.ema.update(self.parameters, step)
 
     def tensors(self) -> dict[str, Any]:
         moments = {name: dict(self.optimizer.state[p]) for name, p in self.parameters.items() if self.optimizer.state.get(p)}

@@ -37,8 +37,8 @@ class Engine(Protocol):
         """The L2 norm of the whole gradient, before clipping, the same on all ranks."""
         ...
 
-    def update(self, lr: float, norm: float) -> None:
-        """Clips the gradient, whose norm is `norm`, takes AdamW's step, moves the average of the weights, and forgets the gradient.
+    def update(self, lr: float, norm: float, step: int) -> None:
+        """Clips the gradient, whose norm is `norm`, takes AdamW's step number `step`, moves the average of the weights, and forgets the gradient.
 
         Raises:
             ValueError: `norm` is NaN or inf; the weights stay as they are.

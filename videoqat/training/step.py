@@ -157,7 +157,7 @@ def take_step(run: Run, step: int) -> Step:
     if told.fault:
         run.faults.settle(mesh)
     rate = learning_rate(job.config.optimizer, step, job.config.train.steps)
-    engine.update(rate, norm)
+    engine.update(rate, norm, step)
     clock.mark("optimizer")
     row = {"step": step, "epoch": batches_of(job, step)[0][0], **told.losses, "grad_norm": norm, "lr": rate, "memory_bytes": told.memory}
     return Step(job, mesh, row, clock, told.stop)
