@@ -122,7 +122,7 @@ def test_another_checkpoint_takes_its_place_by_one_command(garments: Path, tmp_p
     judged = embedded.known()["judged"] | {"garment": {"right": 39, "share": 0.975, "interval": [0.87, 0.99]}, "confusion": []}
     (tmp_path / "judged.json").write_text(json.dumps(judged))
     (tmp_path / "assets").mkdir()
-    card = embedded.embed(garments, tmp_path, tmp_path, tmp_path / "judged.json", tmp_path / "assets")
+    card = embedded.embed(garments, tmp_path, tmp_path, tmp_path / "judged.json", tmp_path / "assets", note="Its average was mended.")
     assert (tmp_path / "assets" / "garments.safetensors").read_bytes() == embedded.ASSET.read_bytes()
     assert {key: card[key] for key in ("sha256", "sizes", "token_ids", "vae_sha256", "clips")} == {
         key: embedded.known()[key] for key in ("sha256", "sizes", "token_ids", "vae_sha256", "clips")
@@ -131,6 +131,7 @@ def test_another_checkpoint_takes_its_place_by_one_command(garments: Path, tmp_p
     assert (card["training"]["loss_first"], card["training"]["loss_last"], card["training"]["step_seconds"]) == (2.0, pytest.approx(0.8), 0.1)
     text = (tmp_path / "assets" / "garments.md").read_text()
     assert "98 % (87 to 99)" in text
+    assert "| after training | Its average was mended. |" in text
     assert tiny_vae.ASSET.name.removesuffix(".safetensors") in text
 
     monkeypatch.setattr(embedded, "MOST_BYTES", 1000)

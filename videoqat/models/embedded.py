@@ -89,7 +89,7 @@ def _sha256(path: Path) -> str:
 # --- another checkpoint in its place
 
 
-def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSETS) -> dict[str, Any]:
+def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSETS, *, note: str = "") -> dict[str, Any]:
     """Writes garments.safetensors, garments.json and garments.md.
 
     Args:
@@ -98,6 +98,7 @@ def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSET
         clips: with set.json of what it was trained on.
         judged: the JSON of `evidence judge`, of its videos.
         assets: where they go.
+        note: what else the card must say of how the weights came about.
 
     Raises:
         CheckpointError: it is too large for a repository, as one in fp32 is; nothing is written.
@@ -131,6 +132,7 @@ def embed(base: Path, run: Path, clips: Path, judged: Path, assets: Path = ASSET
         "clips": {key: value for key, value in json.loads((clips / "set.json").read_text()).items() if key != "photos"},
         "training": _training(run, record),
         "judged": _judged(json.loads(judged.read_text())),
+        "note": note,
         "record": _without(record, str(Path(record["training"]["base"]).parent) + "/"),
     }
     write_json(path.with_suffix(".json"), card)
@@ -184,4 +186,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Put another checkpoint in the place of the embedded one.")
     for name, what in (("base", "the exported folder"), ("run", "its training's folder"), ("clips", "its clips"), ("judged", "judged.json")):
         parser.add_argument(f"--{name}", type=Path, required=True, help=what)
+    parser.add_argument("--note", default="", help="what else the card must say of how the weights came about")
     embed(**vars(parser.parse_args()))
