@@ -144,6 +144,9 @@ def test_every_shipped_file_loads(name: str, tmp_path: Path):
         assert get_recipe(str(CONFIGS / name)).name == Path(name).stem
         return
     schema = EVIDENCE.get(Path(name).stem, cfg.EvidenceConfig) if folder == "evidence" else SCHEMAS[folder]
+    if name == "evidence/where.yaml":  # with what it needs, test_evidence_page loads it
+        assert "sensitivity='' is no result of `videoqat sensitivity`, which row" in refusal(schema, "evidence/where", required(schema, tmp_path))
+        return
     assert isinstance(cfg.load(schema, name.removesuffix(".yaml"), required(schema, tmp_path)), schema)
 
 

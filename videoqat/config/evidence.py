@@ -89,6 +89,9 @@ class Row:
             recipe = recipe_from_dict({**recipe.to_dict(), **self.changes, "name": f"{recipe.name}, {self.name}"}, f"rows: changes of {self.name!r}")
         if not self.keep:
             return recipe
+        if not sensitivity:
+            needs = f"which row {self.name!r} with keep={self.keep} needs; legal: the path of its sensitivity.json"
+            raise ConfigError(f"sensitivity='' is no result of `videoqat sensitivity`, {needs}")
         try:
             found = json.loads(Path(sensitivity).read_text())
             measured, components, path = recipe_from_dict(found["recipe"], sensitivity), found["components"], found["path"]
