@@ -4,6 +4,7 @@ And SageAttention3's smoothing where it is easiest to get wrong, text and video 
 single rows that is written from docs/numerics.md alone.
 """
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,8 @@ class Reference:
         if recipe.qk == "int8":
             out, lse, m, sums = sagebwd.forward(q, k, v, recipe, scale=scale, kv_len_B=kv_len, causal=causal, dtype=torch.float64)
         else:
-            out, lse, m, sums = reference.forward(q, k, v, recipe, scale=scale, kv_len=kv_len, causal=causal)
+            ready = dataclasses.replace(recipe, rotate_qk=False)  # the operator has rotated already, for whichever kernel
+            out, lse, m, sums = reference.forward(q, k, v, ready, scale=scale, kv_len=kv_len, causal=causal)
         return out.to(q.dtype), lse.float(), m.float(), sums.float(), []
 
 
