@@ -192,6 +192,7 @@ def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
     config.validate()
     out = Path(config.out)
     settings = {key: value for key, value in configuration.to_dict(config).items() if key not in ("out", "workers")} | {"version": VERSION}
+    settings["num_photos"] = len(read_photos(config.photos, config.split)[0])  # a folder may hold some of Fashion-MNIST alone
     drawn = clips_without(config.leave_out, config.num_clips)
     names = [f"clips/{index:06d}.mp4" for index in drawn]
     captions = [caption_of(index) for index in drawn]
@@ -201,7 +202,6 @@ def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
             say(f"{out}: {config.num_clips} clips with these settings are here already")
             return result | {"reused": True}
         raise UserError(f"out={str(out)!r} holds something else than the clips of these settings; legal: a new or empty folder")
-    read_photos(config.photos, config.split)
     writable_folder("out", out)
     with atomic_folder(out) as aside:
         draw = functools.partial(_draw_file, config)
