@@ -114,6 +114,7 @@ def test_written_files_hold_the_drawn_frames(tmp_path: Path) -> None:
     assert result["reused"] is False
     rows = [json.loads(line) for line in (tmp_path / "clips/metadata.jsonl").read_text().splitlines()]
     assert [row["caption"] for row in rows] == [caption_of(index) for index in range(12)]
+    assert json.loads((tmp_path / "clips/set.json").read_text())["num_photos"] == 600
     for index, row in enumerate(rows):
         frames, times = read_video(tmp_path / "clips" / row["file"])
         drawn = draw(index)

@@ -9,9 +9,10 @@ import pytest
 from helpers.evidence import in_this_process
 from helpers.videos import random_st_lpips
 
-from videoqat.config import EvidenceConfig, Row, SamplingConfig, TrainConfig, Training, load
+from videoqat.config import EvidenceConfig, MeasureConfig, Row, SamplingConfig, TrainConfig, Training, load
 from videoqat.errors import ConfigError
 from videoqat.evaluation import evidence_run
+from videoqat.evaluation.evidence import measure
 from videoqat.evaluation.evidence_run import gather, jobs, missing, plan, run, wanted
 
 TRAIN = ["train.batch_size=2", "train.compute_dtype=float32", "train.health_every=0", "train.save_every=100"]
@@ -55,6 +56,21 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
         assert (video["fidelity"]["st_lpips_mean"] > 0) is (name != "BF16")
         assert set(row["st_lpips"]) == {"sha256"}
     assert rows["NVFP4"]["videos"][0]["fidelity"]["ssim_mean"] < 1
+
+
+def test_rows_rendered_in_batches_are_held_against_such_rows_alone(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    config, _ = made
+    (tmp_path / "prompts.txt").write_text("a sneaker moves left\na bag moves up\na dress moves left\n")
+    given = {"model": config.base, "cache": config.held_out, "samples": 3, "timesteps": 2, "seed": 5, "sampling": config.sampling}
+    given |= {"prompts": str(tmp_path / "prompts.txt"), "st_lpips": "none"}
+    batched = measure(MeasureConfig(**given, out=str(tmp_path / "batched"), videos_at_once=2, clips_at_once=2))
+    single = measure(MeasureConfig(**given, out=str(tmp_path / "single")))
+    assert batched["clip_losses"] == pytest.approx(single["clip_losses"], rel=1e-5)
+    assert [(video["prompt"], video["seed"]) for video in batched["videos"]] == [(video["prompt"], video["seed"]) for video in single["videos"]]
+    assert [video["fidelity"]["identical"] for video in batched["videos"]] == [True] * 3  # the floor is rendered likewise
+    assert batched["four_bit_share"] == single["four_bit_share"]
+    with pytest.raises(ConfigError, match=r"videos_at_once=1 is not legal; legal: 2, as .*batched was rendered"):
+        measure(MeasureConfig(**given, out=str(tmp_path / "other"), reference=str(tmp_path / "batched")))
 
 
 def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:

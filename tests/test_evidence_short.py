@@ -26,4 +26,4 @@ def test_losses_fall_and_training_in_four_bits_helps_in_four_bits(tmp_path: Path
     rows = {row["name"]: row for row in summarise(told)}
     assert rows["BF16 trained"]["gap"]["mean"] < -0.05  # a size that the model never saw: there is much to learn at once
     assert rows["NVFP4"]["gap"]["mean"] > 0.004
-    assert rows["Attn-QAT"]["recovered"]["mean"] > 0.1  # without training none; 1.2 with the weights that ship, since it also learns the size
+    assert rows["Attn-QAT"]["recovered"]["mean"] > 0.1  # without training none; 0.6 with the weights that ship

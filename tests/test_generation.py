@@ -92,6 +92,18 @@ def test_seed_decides(engine):
     assert not np.array_equal(first, other)
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "attn_qat"])
+def test_videos_of_one_batch_are_those_of_their_own_calls(engine, recipe):
+    """Each from its own prompt and noise; sums in another order change a few pixels, by little."""
+    prompts, seeds = [PROMPT, "a bag moves up", PROMPT], [3, 3, 4]
+    together = [video.frames.astype(int) for video in engine.generate_together(prompts, seeds, SAMPLING, recipe)]
+    alone = [engine.generate(prompt, seed, SAMPLING, recipe).frames.astype(int) for prompt, seed in zip(prompts, seeds, strict=True)]
+    off = np.array([[np.abs(one - other).mean() for other in alone] for one in together])
+    assert off.diagonal().max() < 0.5
+    assert off[~np.eye(3, dtype=bool)].min() > 10 * off.diagonal().max()
+    assert off[0, 2] > 5  # another noise is another video
+
+
 def test_recipes_are_switched_without_a_trace(engine):
     before = engine.generate(PROMPT, 1, SAMPLING, "bf16")
     quantised = [engine.generate(PROMPT, 1, SAMPLING, name).frames for name in ("attn_qat", "sage3", "mxfp4")]

@@ -14,7 +14,7 @@ from videoqat.errors import DataError, NonFiniteLoss
 from videoqat.models.install import install
 from videoqat.models.spec import family_of
 from videoqat.training.objective import shift_time
-from videoqat.training.validation import check_cache, choose_samples, paired_losses, stratified_noise, stratified_times, summarise
+from videoqat.training.validation import _alike, check_cache, choose_samples, paired_losses, stratified_noise, stratified_times, summarise
 
 OBJECTIVE = ObjectiveConfig(timestep_sampling="logit_normal", flow_shift=3.0)
 UNIFORM = ObjectiveConfig(timestep_sampling="uniform", flow_shift=1.0)
@@ -73,8 +73,14 @@ def test_losses_do_not_depend_on_the_batch(model, transformer, cache, batch_size
             assert np.allclose(found, expected, rtol=1e-3)
 
     check(losses(model, transformer, cache, batch_size=batch_size), reference)
+    check(losses(model, transformer, cache, batch_size=batch_size, clips_at_once=2), reference)
     # A clip's losses are its own, whoever is measured beside it.
     check(losses(model, transformer, cache, samples=[2]), reference[2:])
+
+
+def test_clips_of_one_size_go_together_in_their_order():
+    assert _alike(["a", "a", "b", "b", "b", "a"], 2) == [[0, 1], [2, 3], [4], [5]]
+    assert _alike(["a", "a", "b"], 1) == [[0], [1], [2]]
 
 
 def test_value_by_hand(tiny_pipeline, cache):

@@ -114,7 +114,9 @@ class MeasureConfig:
     cache: str = MISSING  # held-out clips, as preprocess wrote them with this model
     samples: int = 256  # clips of it, spread evenly
     timesteps: int = 4  # noise levels of each
+    clips_at_once: int = 1  # of one size, in one forward: memory and speed
     prompts: str = ""  # a file of captions; empty: no videos
+    videos_at_once: int = 1  # rendered in one batch; a row's videos are held against those of a row that were rendered as many at once
     seed: int = 0  # of the first video; each has the next
     out: str = MISSING  # a folder for result.json and videos/
     reference: str = ""  # such a folder of another row: its videos are those that this one's are held against
@@ -126,7 +128,7 @@ class MeasureConfig:
         model_folder("model", self.model)
         get_recipe(self.recipe)
         existing("cache", self.cache, folder=True)
-        for key in ("samples", "timesteps"):
+        for key in ("samples", "timesteps", "clips_at_once", "videos_at_once"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         if self.prompts:
             existing("prompts", self.prompts)
@@ -157,8 +159,10 @@ class EvidenceConfig:
     train: list[str] = field(default_factory=list)  # `key=value` of `train`, for all trainings
     samples: int = 256
     timesteps: int = 4
+    clips_at_once: int = 1  # this and what follows: as `evidence measure` has it
     prompts: str = ""
-    st_lpips: str = "auto"  # of the videos, as `evidence measure` has it
+    videos_at_once: int = 1
+    st_lpips: str = "auto"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     at_once: int = 1  # processes on each device
     minutes: float = 0.0  # after which nothing new is begun; 0: no limit
@@ -194,7 +198,7 @@ class EvidenceConfig:
             shown or not self.prompts or not any(row.videos for row in self.rows), "rows: videos of the reference", shown, "true, since others have"
         )
         require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "one or more that differ")
-        for key in ("samples", "timesteps", "at_once"):
+        for key in ("samples", "timesteps", "clips_at_once", "videos_at_once", "at_once"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.minutes >= 0, "minutes", self.minutes, "0 (no limit) or more")
         if self.prompts:

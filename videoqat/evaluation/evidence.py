@@ -4,21 +4,21 @@
 """
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 
 from videoqat.attention.backends import record_receipts
-from videoqat.config import MeasureConfig, ObjectiveConfig, SamplingConfig, require, to_dict
+from videoqat.config import MeasureConfig, ObjectiveConfig, SamplingConfig, existing, require, to_dict
 from videoqat.console import progress
 from videoqat.data.video_io import read_video, write_video
 from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
 from videoqat.files import writable_folder, write_json
-from videoqat.generation.engine import Engine, check_recipe, check_sampling
+from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
 from videoqat.models.install import observe
 from videoqat.provenance import provenance
@@ -54,6 +54,11 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     for place in range(len(prompts)) if config.reference else ():
         video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
         require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")
+    if config.reference and prompts:
+        record = Path(config.reference) / RESULT
+        existing("reference", str(record))
+        known = json.loads(record.read_text())["config"].get("videos_at_once", 1)
+        require(config.videos_at_once == known, "videos_at_once", config.videos_at_once, f"{known}, as {config.reference} was rendered")
     judged = has_judges(prompts, config.sampling)
     network, about_lpips = None, None
     if prompts:
@@ -70,9 +75,11 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
             resolve_objective(ObjectiveConfig(), engine.family.noise_schedule(config.model)),
             samples=validation.choose_samples(len(cache), config.samples),
             num_times=config.timesteps,
+            clips_at_once=config.clips_at_once,
         )
     judges = Judges.load() if judged else None
-    videos = [_video(config, engine, judges, network, place, prompt) for place, prompt in enumerate(progress(prompts, desc="videos", unit="video"))]
+    batches = range(0, len(prompts), config.videos_at_once)
+    videos = [video for first in progress(batches, desc="videos", unit="batch") for video in _videos(config, engine, judges, network, prompts, first)]
     seen = None
     if judges:
         seen = accuracies([CAPTIONS[prompt] for prompt in prompts], [(video["judged"][0], video["judged"][1]) for video in videos])
@@ -128,27 +135,29 @@ def has_judges(prompts: list[str], sampling: SamplingConfig) -> bool:
     return known
 
 
-def _video(config: MeasureConfig, engine: Engine, judges: Judges | None, network: st_lpips.StLpips | None, place: int, prompt: str) -> dict[str, Any]:
-    """Renders, writes and looks at one video. Fidelity is between videos as they are on the disk, and so is what judges see."""
+def _videos(
+    config: MeasureConfig, engine: Engine, judges: Judges | None, network: st_lpips.StLpips | None, prompts: list[str], first: int
+) -> list[dict[str, Any]]:
+    """Renders, writes and looks at the videos from the `first` on that are rendered together. All is seen as it is on the disk."""
+    places = range(len(prompts))[first : first + config.videos_at_once]
+    asked = [prompts[place] for place in places]
 
-    def frames(folder: str, name: str) -> np.ndarray:
-        return read_video(Path(folder) / "videos" / name)[0]
-
-    def render(name: str) -> Any:
-        made = engine.generate(prompt, config.seed + place, config.sampling, config.recipe)
-        write_video(Path(config.out) / "videos" / name, made.frames, config.sampling.fps)
+    def render(suffix: str) -> list[VideoResult]:
+        made = engine.generate_together(asked, [config.seed + place for place in places], config.sampling, config.recipe)
+        for place, video in zip(places, made, strict=True):
+            write_video(Path(config.out) / "videos" / f"{place:03d}{suffix}.mp4", video.frames, config.sampling.fps)
         return made
 
-    name = f"{place:03d}.mp4"
-    made = render(name)
-    mine = frames(config.out, name)
-    if config.reference:
-        against = frames(config.reference, name)
-    else:
-        render(f"{place:03d}-again.mp4")
-        against = frames(config.out, f"{place:03d}-again.mp4")
-    kernels = [receipt["kernel"] for receipt in made.receipts]
-    told = {"prompt": prompt, "seed": config.seed + place, "kernels": kernels, "flicker": fidelity.flicker(mine)}
-    found = fidelity.fidelity(against, mine, network)
-    by_frame = ("psnr", "ssim", "st_lpips", "identical_frames")
-    return told | {"fidelity": {key: found[key] for key in found if key not in by_frame}, "judged": list(judges.judge(mine)) if judges else None}
+    made = render("")
+    if not config.reference:
+        render("-again")
+    told = []
+    for place, prompt, video in zip(places, asked, made, strict=True):
+        mine = read_video(Path(config.out) / "videos" / f"{place:03d}.mp4")[0]
+        other = Path(config.reference) / "videos" / f"{place:03d}.mp4" if config.reference else Path(config.out) / "videos" / f"{place:03d}-again.mp4"
+        found = fidelity.fidelity(read_video(other)[0], mine, network)
+        by_frame = ("psnr", "ssim", "st_lpips", "identical_frames")
+        about = {"prompt": prompt, "seed": config.seed + place, "flicker": fidelity.flicker(mine)}
+        about |= {"fidelity": {key: found[key] for key in found if key not in by_frame}, "judged": list(judges.judge(mine)) if judges else None}
+        told.append(about | {"kernels": [receipt["kernel"] for receipt in video.receipts]})
+    return told

@@ -112,7 +112,7 @@ def _row_job(config: EvidenceConfig, row: Row, seed: int, reference: str) -> Job
     model = str(_training_folder(config, row.training, seed) / "model") if row.training else config.base
     recipe = str(_recipe_file(config, row)) if row.keep or row.changes else row.recipe
     words = ["evidence", "measure", f"model={model}", f"recipe={recipe}", f"cache={config.held_out}", f"out={out}"]
-    words += [f"samples={config.samples}", f"timesteps={config.timesteps}", f"seed={1000 * seed}"]
+    words += [f"{key}={getattr(config, key)}" for key in ("samples", "timesteps", "clips_at_once", "videos_at_once")] + [f"seed={1000 * seed}"]
     words += [f"sampling.{key}={json.dumps(value)}" for key, value in to_dict(config.sampling).items()]
     needs = [Path(model)]
     if config.prompts and row.videos:

@@ -255,10 +255,14 @@ class Engine:
             if count > max_tokens
         ]
 
-    def generate(
+    def generate(self, prompt: str, seed: int, sampling: SamplingConfig, recipe: str | AttentionRecipe, **options: Any) -> VideoResult:
+        """Renders one video; see `generate_together`."""
+        return self.generate_together([prompt], [seed], sampling, recipe, **options)[0]
+
+    def generate_together(
         self,
-        prompt: str,
-        seed: int,
+        prompts: list[str],
+        seeds: list[int],
         sampling: SamplingConfig,
         recipe: str | AttentionRecipe,
         *,
@@ -266,12 +270,14 @@ class Engine:
         on_step: Callable[[int, int], None] | None = None,
         condition: tuple[Condition, Condition] | None = None,
         agree: Callable[[bool], bool] | None = None,
-    ) -> VideoResult:
-        """Renders one video.
+    ) -> list[VideoResult]:
+        """Renders several videos in one batch, each from its own noise. What such a video has in times and memory is what the batch had.
+
+        A video is that of `generate` but for rounding: products of other shapes are summed in another order.
 
         Args:
-            prompt: what to show.
-            seed: of the initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
+            prompts: what to show.
+            seeds: of each one's initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
             sampling: size, steps, guidance, flow shift.
             recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
             image: the first frame, for a model that takes one, of any size: the pipeline stretches or crops it.
@@ -295,7 +301,7 @@ class Engine:
         agree = agree or self.division.any
         if condition is None:
             negative = {"negative prompt": sampling.negative_prompt} if is_guided(self.family, sampling) else {}
-            warnings += self._cut_texts({"prompt": prompt} | negative, num_text_tokens)
+            warnings += [cut for prompt in prompts for cut in self._cut_texts({"prompt": prompt} | negative, num_text_tokens)]
         check_recipe(self.folder, chosen, sampling)
         warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
         for warning in warnings:
@@ -310,7 +316,9 @@ class Engine:
         spans: dict[str, list[tuple[Mark, Mark]]] = {"text": [], "image": [], "step": [], "vae": []}
         if self.has_folders_weights:
             reset_peak_memory(self.device)
-        where = f"{self.folder} with recipe {chosen.name}, prompt {prompt!r}, seed {seed}"
+        one = len(prompts) == 1
+        asked = "; ".join(f"prompt {prompt!r}, seed {seed}" for prompt, seed in zip(prompts, seeds, strict=True))
+        where = f"{self.folder} with recipe {chosen.name}, {asked}"
         step_start = started = watch.mark()
 
         def after_text(start: Mark, end: Mark, _: Any) -> None:
@@ -351,9 +359,10 @@ class Engine:
             watched(pipeline.vae, "decode", after_decode, watch.mark),
         ):
             if condition is None:
-                text: dict[str, Any] = {"prompt": prompt, "negative_prompt": sampling.negative_prompt}
+                text: dict[str, Any] = {"prompt": prompts[0] if one else prompts, "negative_prompt": sampling.negative_prompt}
             else:
                 text = self.family.prompt_arguments(*condition)
+            generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
             begin_step(0)
             output = pipeline(
                 **text,
@@ -365,13 +374,12 @@ class Engine:
                 guidance_scale=sampling.guidance_scale,
                 **({"guidance_scale_2": sampling.guidance_scale_2} if sampling.guidance_scale_2 else {}),
                 **({"true_cfg_scale": sampling.true_cfg_scale} if sampling.true_cfg_scale > 1 else {}),
-                generator=torch.Generator("cpu").manual_seed(seed),
+                generator=generators[0] if one else generators,
                 callback_on_step_end=after_step,
                 max_sequence_length=num_text_tokens,
                 **({"use_dynamic_cfg": True} if sampling.dynamic_guidance else {}),
                 output_type="np",
             )
-        frames_FHWC = np.rint(np.asarray(output.frames[0]) * 255).astype(np.uint8)
         total_s = watch.seconds(started, watch.mark())
         text_s, image_s, steps_s, vae_s = ([watch.seconds(*span) for span in spans[stage]] for stage in ("text", "image", "step", "vae"))
         timings = {
@@ -383,7 +391,10 @@ class Engine:
             "total_s": total_s,
         }
         peak = peak_memory(self.device) if self.has_folders_weights else None
-        doubts = [f"{doubt}: {where}" for doubt in doubts_about(frames_FHWC)]
-        for doubt in doubts:
-            self._warn(doubt)
-        return VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts, peak)
+        results = []
+        for frames_FHWC in (np.rint(np.asarray(output.frames) * 255)).astype(np.uint8):
+            doubts = [f"{doubt}: {where}" for doubt in doubts_about(frames_FHWC)]
+            for doubt in doubts:
+                self._warn(doubt)
+            results.append(VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts, peak))
+        return results

@@ -71,6 +71,17 @@ def stratified_noise(sample_index: int, latents_CFHW: Tensor, num_times: int) ->
     return torch.randn((num_times, *latents_CFHW.shape), generator=sample_generator(SEED, 0, sample_index, "validation noise"))
 
 
+def _alike(buckets: list[str], most: int) -> list[list[int]]:
+    """Positions 0, 1, ... in order, neighbours of one bucket together, at most `most`."""
+    groups: list[list[int]] = []
+    for position, bucket in enumerate(buckets):
+        if groups and len(groups[-1]) < most and buckets[groups[-1][0]] == bucket:
+            groups[-1].append(position)
+        else:
+            groups.append([position])
+    return groups
+
+
 @torch.no_grad()
 def paired_losses(
     family: ModelFamily,
@@ -83,6 +94,7 @@ def paired_losses(
     num_times: int,
     time_range: TimeRange = (0.0, 1.0),
     batch_size: int = 4,
+    clips_at_once: int = 1,
     mesh: Mesh | None = None,
     before_forward: Callable[[], None] = lambda: None,
     desc: str = "validation loss",
@@ -101,6 +113,7 @@ def paired_losses(
         num_times: stratified times per clip.
         time_range: what all `transformers` together serve.
         batch_size: how many times of one clip run at once; memory and speed, not the result.
+        clips_at_once: how many clips of one size do; likewise.
         mesh: of the ranks that all call this, None for a process of its own.
         before_forward: called before each; what it raises (on all ranks together) ends the call.
 
@@ -114,13 +127,14 @@ def paired_losses(
     schedule = family.noise_schedule(folder)
     max_tokens = int(cache.settings["max_text_tokens"])
     times = [stratified_times(objective, index, num_times, time_range) for index in samples]
-    work = []  # row, transformer, which of the row's times
-    for row, t_K in enumerate(times):
+    work = []  # transformer, and which times of which rows it is asked for at once
+    for rows in _alike([cache.samples[index].bucket for index in samples], clips_at_once):
         for name, (low, high) in ranges.items():
-            mine = [k for k, t in enumerate(t_K) if low <= t < high or (t >= high == 1.0)]
-            work += [(row, name, mine[at : at + batch_size]) for at in range(0, len(mine), batch_size)]
+            mine = [(row, k) for row in rows for k, t in enumerate(times[row]) if low <= t < high or (t >= high == 1.0)]
+            most = batch_size * clips_at_once
+            work += [(name, mine[at : at + most]) for at in range(0, len(mine), most)]
 
-    @functools.lru_cache(maxsize=1)
+    @functools.lru_cache(maxsize=clips_at_once)
     def load(row: int) -> tuple[Tensor, Tensor, Condition]:
         sample = cache.load(samples[row])
         latents_CFHW = sample.pop("latents")
@@ -130,20 +144,20 @@ def paired_losses(
     losses = np.zeros((len(samples), num_times))
     for at in progress(range(0, len(work), ranks), desc=desc, unit="forward"):
         before_forward()
-        row, component, part = work[min(at + rank, len(work) - 1)]
-        latents_CFHW, noise_KCFHW, condition = load(row)
+        component, pairs = work[min(at + rank, len(work) - 1)]
+        latents, noise, conditions = zip(*((load(row)[0], load(row)[1][k], load(row)[2]) for row, k in pairs), strict=True)
         device = next(transformers[component].parameters()).device
         loss_B = denoising_loss(
             family,
             schedule,
             transformers[component],
-            latents_CFHW.expand(len(part), *latents_CFHW.shape).to(device),
-            noise_KCFHW[part].to(device),
-            torch.tensor([times[row][k] for k in part], device=device),
-            {name: tensor.expand(len(part), *tensor.shape[1:]).to(device) for name, tensor in condition.items()},
+            torch.stack(latents).to(device),
+            torch.stack(noise).to(device),
+            torch.tensor([times[row][k] for row, k in pairs], device=device),
+            {name: torch.cat([condition[name] for condition in conditions]).to(device) for name in conditions[0]},
         )
         if at + rank < len(work):
-            losses[row, part] = loss_B.double().cpu().numpy()
+            losses[tuple(zip(*pairs, strict=True))] = loss_B.double().cpu().numpy()
     if mesh:
         losses = mesh.sum_over_dp(torch.from_numpy(losses).to(mesh.device)).cpu().numpy()
     for row, index in enumerate(samples):
