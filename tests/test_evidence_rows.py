@@ -1,7 +1,7 @@
 """The table of the evidence in small: trainings and rows in processes of their own, resumed row by row."""
 
 import shutil
-import time
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,14 +152,13 @@ def test_rows_of_weights_that_must_be_trained_again_are_measured_again(made: tup
 
 def test_places_are_filled_as_soon_as_what_a_job_needs_is_there(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
     """Three places: both trainings and the base's row begin at once; what fails blocks only what needs it."""
-    at_work, most, order = [0], [0], []
+    order: list[str] = []
+    together = threading.Barrier(3, timeout=60)  # passed only if all three are at work at once
 
     def command(runner: evidence_run._Runner, words: list[str], log: Path) -> str | None:
-        at_work[0] += 1
-        most[0] = max(most[0], at_work[0])
-        time.sleep(0.05)
-        at_work[0] -= 1
         order.append(log.parent.name + ("" if words[0] == "evidence" else f" {words[0]}"))
+        if order[-1] in ("base-seed3", "bf16-seed3 train", "qat-seed3 train"):
+            together.wait()
         if "trainings/qat-seed3" in str(log):
             return "failed"
         target = log.parent / ("result.json" if words[0] == "evidence" else "model")
@@ -173,7 +172,6 @@ def test_places_are_filled_as_soon_as_what_a_job_needs_is_there(made: tuple[Evid
         patch.setattr(evidence_run._Runner, "_command", command)
         problems = evidence_run._Runner(config).run(jobs(config))
     assert problems == ["qat-seed3: train failed"]
-    assert most == [3]
     assert set(order[:3]) == {"base-seed3", "bf16-seed3 train", "qat-seed3 train"}
     assert order[3:] == ["bf16-seed3 export", "bf16-seed3", "nvfp4-seed3"]
 
