@@ -102,6 +102,8 @@ def test_videos_of_one_batch_are_those_of_their_own_calls(engine, recipe):
     assert off.diagonal().max() < 0.5
     assert off[~np.eye(3, dtype=bool)].min() > 10 * off.diagonal().max()
     assert off[0, 2] > 5  # another noise is another video
+    with pytest.raises(ValueError, match="of a single prompt"):
+        engine.generate_together(prompts, seeds, SAMPLING, recipe, condition=({}, {}))
 
 
 def test_recipes_are_switched_without_a_trace(engine):

@@ -271,20 +271,17 @@ class Engine:
         condition: tuple[Condition, Condition] | None = None,
         agree: Callable[[bool], bool] | None = None,
     ) -> list[VideoResult]:
-        """Renders several videos in one batch, each from its own noise. What such a video has in times and memory is what the batch had.
-
-        A video is that of `generate` but for rounding: products of other shapes are summed in another order.
+        """Renders several videos in one batch, each from its own noise: those of `generate` but for rounding. Times and memory are the batch's.
 
         Args:
             prompts: what to show.
             seeds: of each one's initial noise, which is drawn on the CPU so that it is the same for every device and recipe.
-            sampling: size, steps, guidance, flow shift.
-            recipe: a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
-            image: the first frame, for a model that takes one, of any size: the pipeline stretches or crops it.
+            sampling, recipe: size, steps, guidance, flow shift; a recipe, its name or file, or `checkpoint` (see `choose_recipe`).
+            image: the first frame of a single video, for a model that takes one, of any size: the pipeline stretches or crops it.
             on_step: called with (steps done, steps in all) after each denoising step. What it raises, such as `GenerationCancelled`, ends the call,
                 and the device is free. Ranks that render together must raise it all.
-            condition: what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline has no text encoder;
-                on its device.
+            condition: of a single video, what `ModelFamily.encode_prompts` made of prompt and negative prompt, batches of one, where the pipeline
+                has no text encoder; on its device.
             agree: whether something is so on any of the ranks that render at the same time with the same sharded weights: `NonFiniteVideo` must end
                 the call on all of them. None: on any of those that render this video together.
 
@@ -298,10 +295,13 @@ class Engine:
         check_taken(self.folder, image is not None)
         num_text_tokens = text_tokens(self.folder, sampling)
         chosen, warnings = choose_recipe(self.folder, recipe) if self.has_folders_weights else (get_recipe(recipe), [])
+        one = len(prompts) == 1
+        if not one and (image is not None or condition is not None):
+            raise ValueError("an image or a condition is that of a single prompt")
         agree = agree or self.division.any
         if condition is None:
             negative = {"negative prompt": sampling.negative_prompt} if is_guided(self.family, sampling) else {}
-            warnings += [cut for prompt in prompts for cut in self._cut_texts({"prompt": prompt} | negative, num_text_tokens)]
+            warnings += {cut: None for prompt in prompts for cut in self._cut_texts({"prompt": prompt} | negative, num_text_tokens)}
         check_recipe(self.folder, chosen, sampling)
         warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
         for warning in warnings:
@@ -316,9 +316,8 @@ class Engine:
         spans: dict[str, list[tuple[Mark, Mark]]] = {"text": [], "image": [], "step": [], "vae": []}
         if self.has_folders_weights:
             reset_peak_memory(self.device)
-        one = len(prompts) == 1
-        asked = "; ".join(f"prompt {prompt!r}, seed {seed}" for prompt, seed in zip(prompts, seeds, strict=True))
-        where = f"{self.folder} with recipe {chosen.name}, {asked}"
+        asked = [f"prompt {prompt!r}, seed {seed}" for prompt, seed in zip(prompts, seeds, strict=True)]
+        where = f"{self.folder} with recipe {chosen.name}, {'; '.join(asked)}"
         step_start = started = watch.mark()
 
         def after_text(start: Mark, end: Mark, _: Any) -> None:
@@ -380,6 +379,7 @@ class Engine:
                 **({"use_dynamic_cfg": True} if sampling.dynamic_guidance else {}),
                 output_type="np",
             )
+        frames_BFHWC = np.rint(np.asarray(output.frames) * 255).astype(np.uint8)
         total_s = watch.seconds(started, watch.mark())
         text_s, image_s, steps_s, vae_s = ([watch.seconds(*span) for span in spans[stage]] for stage in ("text", "image", "step", "vae"))
         timings = {
@@ -392,8 +392,8 @@ class Engine:
         }
         peak = peak_memory(self.device) if self.has_folders_weights else None
         results = []
-        for frames_FHWC in (np.rint(np.asarray(output.frames) * 255)).astype(np.uint8):
-            doubts = [f"{doubt}: {where}" for doubt in doubts_about(frames_FHWC)]
+        for frames_FHWC, own in zip(frames_BFHWC, asked, strict=True):
+            doubts = [f"{doubt}: {self.folder} with recipe {chosen.name}, {own}" for doubt in doubts_about(frames_FHWC)]
             for doubt in doubts:
                 self._warn(doubt)
             results.append(VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts, peak))

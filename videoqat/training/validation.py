@@ -145,14 +145,14 @@ def paired_losses(
     for at in progress(range(0, len(work), ranks), desc=desc, unit="forward"):
         before_forward()
         component, pairs = work[min(at + rank, len(work) - 1)]
-        latents, noise, conditions = zip(*((load(row)[0], load(row)[1][k], load(row)[2]) for row, k in pairs), strict=True)
+        latents, noise, conditions = zip(*(load(row) for row, _ in pairs), strict=True)
         device = next(transformers[component].parameters()).device
         loss_B = denoising_loss(
             family,
             schedule,
             transformers[component],
             torch.stack(latents).to(device),
-            torch.stack(noise).to(device),
+            torch.stack([noise_KCFHW[k] for noise_KCFHW, (_, k) in zip(noise, pairs, strict=True)]).to(device),
             torch.tensor([times[row][k] for row, k in pairs], device=device),
             {name: torch.cat([condition[name] for condition in conditions]).to(device) for name in conditions[0]},
         )
