@@ -141,7 +141,7 @@ def measured(name: str) -> dict[str, Any]:
 def test_the_page_needs_the_main_table_alone_and_names_what_is_missing() -> None:
     page = render(TEMPLATE, {"main": measured("main")})
     assert "**Not met**" in page or "**Met**" in page
-    for name in ("ablations", "options", "where", "tuning"):
+    for name in ("ablations", "options", "more", "where", "tuning"):
         assert f"Not measured yet: `videoqat evidence run --config evidence/{name}` will." in page
     assert "Not measured yet: `videoqat sensitivity` will." in page
     assert "evidence-share.svg)" not in page
@@ -149,7 +149,7 @@ def test_the_page_needs_the_main_table_alone_and_names_what_is_missing() -> None
 
 
 def test_the_page_asks_for_rows_that_the_shipped_tables_have() -> None:
-    files = {name: measured(name) for name in ("main", "ablations", "options", "where", "tuning")}
+    files = {name: measured(name) for name in ("main", "ablations", "options", "more", "where", "tuning")}
     part = {"relative_error": 0.1, "loss_change": 0.01}
     files["sensitivity"] = {"layers": [{"index": 0, "rank": 1, "only": part, "without": part}], "provenance": PROVENANCE}
     page = render(TEMPLATE, files)

@@ -9,7 +9,7 @@ import pytest
 from helpers.evidence import in_this_process
 from helpers.videos import random_st_lpips
 
-from videoqat.config import EvidenceConfig, MeasureConfig, Row, SamplingConfig, TrainConfig, Training, load
+from videoqat.config import EvidenceConfig, MeasureConfig, Row, SamplingConfig, TrainConfig, Training, load, to_dict
 from videoqat.errors import ConfigError
 from videoqat.evaluation import evidence_run
 from videoqat.evaluation.evidence import measure
@@ -176,7 +176,20 @@ def test_places_are_filled_as_soon_as_what_a_job_needs_is_there(made: tuple[Evid
     assert order[3:] == ["bf16-seed3 export", "bf16-seed3", "nvfp4-seed3"]
 
 
-@pytest.mark.parametrize("name", ["main", "tuning", "ablations", "options", "short"])
+def test_what_is_trained_in_4_bits_from_the_first_step_differs_from_the_base_in_that_alone(tiny_pipeline: Path, tiny_cache: Path) -> None:
+    given = [f"{key}={value}" for key, value in {"base": tiny_pipeline, "cache": tiny_cache, "held_out": tiny_cache, "out": "table"}.items()]
+    config = load(EvidenceConfig, "evidence/more", given)
+    (training,) = [training for training in config.trainings if "from_scratch=true" in training.settings]
+    model = [f"model.path={tiny_pipeline}", f"cache={tiny_cache}", "out=run"]
+    told = [f"recipe={training.recipe}", f"train.steps={training.steps}", f"optimizer.lr={training.lr}", *config.train, *training.settings]
+    mine, base = to_dict(load(TrainConfig, None, [*model, *told])), to_dict(load(TrainConfig, "evidence/base", model))
+    assert (mine.pop("recipe"), base.pop("recipe")) == ("attn_qat", "bf16")
+    for key in ("log_every", "save_every", "keep_last", "profile_every"):  # what the weights don't depend on
+        del mine["train"][key], base["train"][key]
+    assert mine == base
+
+
+@pytest.mark.parametrize("name", ["main", "tuning", "ablations", "options", "more", "short"])
 def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Path) -> None:
     given = {"base": tiny_pipeline, "cache": tiny_cache, "held_out": tiny_cache, "out": "table"}
     config = load(EvidenceConfig, f"evidence/{name}", [f"{key}={value}" for key, value in given.items()])
@@ -185,6 +198,7 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
     assert {row.training for row in config.rows} - {""} == {training.name for training in config.trainings}
     # A gap is what attention costs, and not what more steps win, only between weights trained as long; the plain row's, of the same weights.
     steps, rows = {"": 0, **{training.name: training.steps for training in config.trainings}}, {row.name: row for row in config.rows}
+    steps |= {training.name: 0 for training in config.trainings if "from_scratch=true" in training.settings}  # as long as the base: see the next test
     for row in config.rows:
         reference = rows[row.reference or config.reference]
         # In short, BF16 is the base, what 4 bits are distilled from, and the other row shows that losses fall.

@@ -35,7 +35,7 @@ from videoqat.evaluation.judges import wilson
 from videoqat.pages import fill, run_line
 from videoqat.training.validation import BOOTSTRAP_RESAMPLES, SEED
 
-TABLES = ("main", "ablations", "options", "where", "tuning")  # configs/evidence/NAME.yaml
+TABLES = ("main", "ablations", "options", "more", "where", "tuning")  # configs/evidence/NAME.yaml
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of Student's t with 1 to 9 degrees of freedom
 
 
