@@ -58,6 +58,13 @@ def test_rows_hold_what_the_commands_give(made: tuple[EvidenceConfig, dict]) -> 
     assert rows["NVFP4"]["videos"][0]["fidelity"]["ssim_mean"] < 1
 
 
+@pytest.mark.parametrize("negative", ["", 'no "text", no: marks'])
+def test_a_row_is_sampled_as_its_table_says(made: tuple[EvidenceConfig, dict], negative: str) -> None:
+    sampling = SamplingConfig(17, 32, 32, num_inference_steps=1, negative_prompt=negative, dynamic_guidance=True)
+    for job in jobs(replace(made[0], rows=[Row("base")], reference="", plain="", seeds=[5], sampling=sampling)):
+        assert load(MeasureConfig, None, [f"{word}cpu" if word == evidence_run.DEVICE else word for word in job.commands[0][0][2:]]).sampling == sampling
+
+
 def test_rows_rendered_in_batches_are_held_against_such_rows_alone(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
     config, _ = made
     (tmp_path / "prompts.txt").write_text("a sneaker moves left\na bag moves up\na dress moves left\n")

@@ -113,7 +113,8 @@ def _row_job(config: EvidenceConfig, row: Row, seed: int, reference: str) -> Job
     recipe = str(_recipe_file(config, row)) if row.keep or row.changes else row.recipe
     words = ["evidence", "measure", f"model={model}", f"recipe={recipe}", f"cache={config.held_out}", f"out={out}"]
     words += [f"{key}={getattr(config, key)}" for key in ("samples", "timesteps", "clips_at_once", "videos_at_once")] + [f"seed={1000 * seed}"]
-    words += [f"sampling.{key}={json.dumps(value)}" for key, value in to_dict(config.sampling).items()]
+    # Text is taken as it is typed: with quotation marks around it the negative prompt would be another one.
+    words += [f"sampling.{key}={value}" for key, value in to_dict(config.sampling).items()]
     needs = [Path(model)]
     if config.prompts and row.videos:
         words += [f"prompts={config.prompts}", f"st_lpips={config.st_lpips}"]
