@@ -15,6 +15,11 @@ from videoqat.errors import ConfigError
 from videoqat.recipes import FORWARD_FIELDS, AttentionRecipe, get_recipe, kept_fields, recipe_from_dict
 
 
+def name_in_files(name: str) -> str:
+    """What folders and files of a row or a training are called."""
+    return re.sub(r"[^a-z0-9.+-]+", "-", name.lower())
+
+
 @dataclass
 class TrainJudgesConfig:
     """The networks that judge generated videos of moving garments, trained on real clips on the CPU."""
@@ -175,7 +180,8 @@ class EvidenceConfig:
         require(len(self.rows) >= 2, "rows", len(self.rows), "two or more: the reference, and what is held against it")
         names = [row.name for row in self.rows]
         for kind, given in (("rows", names), ("trainings", [training.name for training in self.trainings])):
-            require(len(set(given)) == len(given), kind, given, "names that differ")
+            files = {name_in_files(name) for name in given}  # of two rows with one folder the second would be taken for measured
+            require(len(files) == len(given), kind, given, "names that differ, not only in capitals or in spaces, _ and -")
             require(all(re.fullmatch(r"[\w.+ -]+", name) for name in given), kind, given, "names of letters, digits, spaces and . _ + -")
         trainings = ["", *(training.name for training in self.trainings)]
         for row in self.rows:

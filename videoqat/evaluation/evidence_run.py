@@ -11,7 +11,6 @@ videos they are held against.
 """
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import torch
 import yaml
 
 from videoqat.config import EvidenceConfig, Row, Training, require, to_dict
+from videoqat.config.evidence import name_in_files
 from videoqat.console import say
 from videoqat.evaluation import st_lpips
 from videoqat.evaluation.evidence import RESULT, has_judges
@@ -56,7 +56,7 @@ class Job:
 
 
 def _slug(name: str, seed: int) -> str:
-    return f"{re.sub(r'[^a-z0-9.+-]+', '-', name.lower())}-seed{seed}"
+    return f"{name_in_files(name)}-seed{seed}"
 
 
 def _row_folder(config: EvidenceConfig, name: str, seed: int) -> Path:
@@ -68,7 +68,7 @@ def _training_folder(config: EvidenceConfig, name: str, seed: int) -> Path:
 
 
 def _recipe_file(config: EvidenceConfig, row: Row) -> Path:
-    return Path(config.out) / "recipes" / f"{_slug(row.name, 0).removesuffix('-seed0')}.yaml"
+    return Path(config.out) / "recipes" / f"{name_in_files(row.name)}.yaml"
 
 
 def wanted(config: EvidenceConfig) -> list[tuple[Row, int]]:
