@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -189,6 +190,15 @@ def assert_refused(result: tuple[int, str, str], command: str, *says: str) -> No
 def test_unknown_key(run: Run, tmp_path: Path):
     assert_refused(run("example-clips", f"out={tmp_path / 'c'}", "num_clip=3"), "example-clips", "num_clip", "did you mean num_clips?")
     assert tree(tmp_path) == {}
+
+
+def test_a_result_that_could_not_be_written_is_refused_before_the_work(run: Run, tmp_path: Path):
+    (tmp_path / "results").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for there in (tmp_path / "results", tmp_path / "pipe"):  # a pipe, or /dev/stdout, would be replaced by a file
+        assert_refused(run("example-clips", f"out={tmp_path / 'clips'}", "--json", there), "example-clips", "is there and is no file; legal: a file")
+    assert not (tmp_path / "clips").exists()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_missing_files(run: Run, tmp_path: Path, prompts: Path):

@@ -16,7 +16,7 @@ from videoqat import __version__
 from videoqat.commands import COMMANDS, Command, execute
 from videoqat.console import is_rank_zero, own_rank
 from videoqat.errors import NonFiniteError, UserError, WorkerLost
-from videoqat.files import write_json
+from videoqat.files import writable_folder, write_json
 
 EXIT_BAD_INPUT = 2
 GROUPS = {  # commands of two words, by their first
@@ -78,6 +78,18 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_destination(destination: str | None) -> None:
+    """Raises UserError if `--json` names what `_emit` can't write: to be known before hours of work, not after."""
+    if destination in (None, "-"):
+        return
+    path = Path(destination)
+    if not path.resolve().parent.is_dir():
+        raise UserError(f"--json {destination}: its folder does not exist")
+    if path.exists() and not path.is_file():
+        raise UserError(f"--json {destination} is there and is no file; legal: a file's path, or - for standard output")
+    writable_folder("--json", path.resolve().parent)
+
+
 def _emit(result: dict[str, Any], destination: str | None) -> None:
     """The result to `destination` as JSON, or its plain values to standard output as `key: value` lines."""
     if not is_rank_zero():
@@ -97,8 +109,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     who = f"videoqat {arguments.name}{own_rank()}"
     try:
-        if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
-            raise UserError(f"--json {arguments.json}: its folder does not exist")
+        _check_destination(arguments.json)
         result = execute(arguments.name, arguments.config, arguments.overrides, dry_run=arguments.dry_run)
         _emit(result, arguments.json)
     except UserError as error:
