@@ -258,6 +258,17 @@ def test_bad_values_are_refused(schema: type, override: str, says: str, tmp_path
     assert says in refusal(schema, None, [*required(schema, tmp_path), override])
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_seed_that_no_generator_takes_is_refused(command: str, tmp_path: Path):
+    schema = COMMANDS[command].schema
+    rows = ["rows=[{name: a}, {name: b}]"] if schema is cfg.EvidenceConfig else []
+    own = {f.name for f in dataclasses.fields(schema)}
+    seed = next((key for key in ("seed", "seeds") if key in own), "train.seed" if schema is cfg.TrainConfig else None)
+    for value in ("-1", str(2**63)) if seed else ():
+        given = f"[0, {value}]" if seed == "seeds" else value
+        assert f"{seed}={given} is not legal; legal: 0 to " in refusal(schema, None, [*required(schema, tmp_path), *rows, f"{seed}={given}"])
+
+
 def test_what_is_missing_is_named():
     assert refusal(cfg.GenerateConfig, None, []) == "missing model, out: give it in the file or as KEY=VALUE"
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import existing, model_folder, require
+from videoqat.config.checks import check_seeds, existing, model_folder, require
 from videoqat.config.groups import GenerationRuntimeConfig, SamplingConfig, model_setting
 from videoqat.recipes import get_recipe
 
@@ -36,6 +36,7 @@ class CompareAttentionConfig:
             require(recipe.is_quantised, "recipes", recipe.name, "recipes that quantise; exact attention is what they are held against")
         names = [recipe.name for recipe in found]
         require(len(set(names)) == len(names), "recipes", names, "recipes with names that differ")
+        check_seeds("seeds", self.seeds)
         for key in ("seeds", "steps", "layers"):
             values = getattr(self, key)
             require(len(set(values)) == len(values) and all(value >= 0 for value in values), key, values, "numbers from 0 that differ")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import choice, parse_bucket, require
+from videoqat.config.checks import check_seeds, choice, parse_bucket, require
 from videoqat.config.groups import RuntimeConfig
 from videoqat.recipes import get_recipe
 
@@ -103,6 +103,7 @@ class BenchForwardConfig:
         for recipe in self.recipes:
             get_recipe(recipe)
         require(self.repeats >= 1, "repeats", self.repeats, "at least 1")
+        check_seeds("seed", self.seed)
         self.runtime.validate()
 
 
@@ -128,6 +129,7 @@ class BenchGenerationConfig:
         for key in ("num_inference_steps", "repeats"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.guidance_scale >= 0, "guidance_scale", self.guidance_scale, "0 or more")
+        check_seeds("seed", self.seed)
         self.runtime.validate()
 
 

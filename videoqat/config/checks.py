@@ -19,6 +19,12 @@ def choice(key: str, value: object, values: Iterable[str]) -> None:
     require(value in values, key, value, ", ".join(values))
 
 
+def check_seeds(key: str, value: int | list[int], largest: int = 2**63 - 1) -> None:
+    """Requires a seed, or each of several, to be one that torch's and numpy's generators take, with room for what is counted up from it."""
+    seeds = value if isinstance(value, list) else [value]
+    require(all(0 <= seed <= largest for seed in seeds), key, value, f"0 to {largest}")
+
+
 def existing(key: str, value: str, *, folder: bool = False) -> None:
     """Requires `value` to be the path of a file (or, with `folder`, of a folder) that is there."""
     path = Path(value)

@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import check_st_lpips, choice, existing, model_folder, require
+from videoqat.config.checks import check_seeds, check_st_lpips, choice, existing, model_folder, require
 from videoqat.config.groups import RuntimeConfig, SamplingConfig, model_setting
 from videoqat.errors import ConfigError
 from videoqat.recipes import FORWARD_FIELDS, AttentionRecipe, get_recipe, kept_fields, recipe_from_dict
@@ -39,6 +39,7 @@ class TrainJudgesConfig:
             require(getattr(self, key) >= least, key, getattr(self, key), f"at least {least}")
         require(self.size >= 64 and self.size % 16 == 0, "size", self.size, "a multiple of 16, at least 64")
         require(self.lr > 0, "lr", self.lr, "above 0")
+        check_seeds("seed", self.seed)
         if self.photos != "embedded":
             existing("photos", self.photos, folder=True)
 
@@ -139,6 +140,7 @@ class MeasureConfig:
             existing("prompts", self.prompts)
         if self.reference:
             existing("reference", self.reference, folder=True)
+        check_seeds("seed", self.seed)
         check_st_lpips(self.st_lpips)
         self.sampling.validate()
         self.runtime.validate()
@@ -204,6 +206,7 @@ class EvidenceConfig:
             shown or not self.prompts or not any(row.videos for row in self.rows), "rows: videos of the reference", shown, "true, since others have"
         )
         require(len(self.seeds) > 0 and len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "one or more that differ")
+        check_seeds("seeds", self.seeds, (2**63 - 1) // 1000)  # the first video of seed s has 1000 s
         for key in ("samples", "timesteps", "clips_at_once", "videos_at_once", "at_once"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.minutes >= 0, "minutes", self.minutes, "0 (no limit) or more")

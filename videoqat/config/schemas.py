@@ -5,7 +5,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import check_frames, check_st_lpips, choice, existing, model_folder, parse_bucket, require
+from videoqat.config.checks import check_frames, check_seeds, check_st_lpips, choice, existing, model_folder, parse_bucket, require
 from videoqat.config.groups import (
     GenerationRuntimeConfig,
     ModelConfig,
@@ -42,6 +42,7 @@ class ExampleClipsConfig:
         require(1 <= self.fps <= 60, "fps", self.fps, "1 to 60")
         choice("split", self.split, ("train", "held_out"))
         require(self.workers >= 1, "workers", self.workers, "at least 1")
+        check_seeds("seed", self.seed)
         if self.photos != "embedded":
             existing("photos", self.photos, folder=True)
 
@@ -75,6 +76,7 @@ class ExampleModelConfig:
         require(timed, "expand_timesteps", self.expand_timesteps, "false, except with family=wan alone: TI2V is one model for both tasks")
         for key in ("num_layers", "num_heads"):
             require(getattr(self, key) >= 0, key, getattr(self, key), "1 or more, or 0 (what the weights have)")
+        check_seeds("seed", self.seed)
         require(self.head_dim >= 0 and self.head_dim % 16 == 0, "head_dim", self.head_dim, "a multiple of 16, or 0 (what the weights have)")
 
 
@@ -164,13 +166,13 @@ class GenerateConfig:
 
     def validate(self) -> None:
         model_folder("model", self.model)
+        check_seeds("seed", self.seed)
         require(self.samples_per_prompt >= 0, "samples_per_prompt", self.samples_per_prompt, "0 (one, or with vbench=true five) or more")
         if self.prompts:
             require(not self.prompt, "prompt", self.prompt, "nothing where prompts=FILE is given: one of the two")
             require(not self.image, "image", self.image, "nothing where prompts=FILE is given: a column `image` of a .csv or .jsonl")
             existing("prompts", self.prompts)
             choice("prompts: the file's ending", Path(self.prompts).suffix.lower(), (".txt", ".csv", ".jsonl"))
-            require(self.seed >= 0, "seed", self.seed, "0 or more")
             folder = not self.out.endswith(".mp4") and not Path(self.out).is_file()
             require(folder, "out", self.out, "a folder where prompts=FILE is given")
         else:
@@ -229,6 +231,7 @@ class CompareConfig:
         existing("prompts", self.prompts)
         require(len(self.seeds) > 0, "seeds", self.seeds, "one or more integers")
         require(len(set(self.seeds)) == len(self.seeds), "seeds", self.seeds, "seeds that differ")
+        check_seeds("seeds", self.seeds)
         if self.validation_cache:
             existing("validation_cache", self.validation_cache, folder=True)
         for key in ("validation_samples", "validation_timesteps"):
@@ -309,4 +312,5 @@ class DemoConfig:
         for key in ("num_clips", "num_held_out", "tune_steps", "num_inference_steps"):
             require(getattr(self, key) >= 1, key, getattr(self, key), "at least 1")
         require(self.size >= 32 and self.size % 16 == 0, "size", self.size, "a multiple of 16, at least 32")
+        check_seeds("seed", self.seed)
         require(get_recipe(self.recipe).is_quantised, "recipe", self.recipe, "a recipe that quantises")

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from omegaconf import MISSING
 
-from videoqat.config.checks import choice, existing, require
+from videoqat.config.checks import check_seeds, choice, existing, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
 from videoqat.recipes import get_recipe
 
@@ -78,6 +78,7 @@ class LoopConfig:
         for key in ("save_every", "health_every", "profile_every"):
             require(getattr(self, key) >= 0, f"train.{key}", getattr(self, key), "0 (never) or more")
         require(len(self.trainable) > 0, "train.trainable", self.trainable, "one or more patterns of parameter names, such as *.attn1.*")
+        check_seeds("train.seed", self.seed)
         choice("train.compute_dtype", self.compute_dtype, ("float32", "bfloat16"))
         choice("train.activation_checkpointing", self.activation_checkpointing, ("none", "full", "keep_attention"))
         kept = self.activation_checkpointing != "none"
