@@ -1,6 +1,7 @@
 """The command line: help, dry runs, JSON, and bad input: one line, exit code 2, nothing overwritten."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from videoqat import __version__
+from videoqat import __version__, cli
 from videoqat.cli import main
 from videoqat.commands import COMMANDS
 from videoqat.provenance import provenance
@@ -158,6 +159,28 @@ def test_a_result_carries_its_provenance(run: Run, tmp_path: Path):
     assert code == 0
     text = json.dumps(json.loads(stdout))
     assert all(word in text for word in ('"commit"', '"versions"', '"torch"'))
+
+
+def test_the_commit_is_that_of_this_source_not_of_a_project_around_it(tmp_path: Path):
+    """A wheel in the environment of somebody's own project lies in that project's checkout."""
+    copy = tmp_path / "venv" / "provenance.py"
+    copy.parent.mkdir()
+    shutil.copy(Path(cli.__file__).with_name("provenance.py"), copy)
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
+
+    def told() -> str:
+        spec = importlib.util.spec_from_file_location("copied_provenance", copy)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module.commit()
+
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "mine"]):
+        subprocess.run([*git, *words], check=True)
+    assert told() == "unknown"
+    for words in (["add", "venv"], ["commit", "-q", "-m", "now it belongs to it"]):
+        subprocess.run([*git, *words], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    assert told().removesuffix("+changes") == head  # the import may have left a __pycache__
 
 
 def test_a_result_tells_its_command_without_the_place_it_lay_in(monkeypatch: pytest.MonkeyPatch):

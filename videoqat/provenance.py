@@ -39,10 +39,14 @@ def device_name(device: str) -> str:
 
 def commit() -> str:
     """The git commit of the source tree that runs, with `+changes` if it is dirty; `unknown` outside a checkout."""
-    here = Path(__file__).resolve().parent
+    here = Path(__file__).resolve()
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=here.parent, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-        dirty = subprocess.run(["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+        git("ls-files", "--error-unmatch", here.name)  # an installed package may lie within a checkout of something else
+        head, dirty = git("rev-parse", "HEAD"), git("status", "--porcelain")
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return head + ("+changes" if dirty else "")
