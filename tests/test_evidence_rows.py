@@ -1,7 +1,11 @@
 """The table of the evidence in small: trainings and rows in processes of their own, resumed row by row."""
 
+import os
 import shutil
+import signal
+import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -182,6 +186,32 @@ def test_places_are_filled_as_soon_as_what_a_job_needs_is_there(made: tuple[Evid
     assert problems == ["qat-seed3: train failed"]
     assert set(order[:3]) == {"base-seed3", "bf16-seed3 train", "qat-seed3 train"}
     assert order[3:] == ["bf16-seed3 export", "bf16-seed3", "nvfp4-seed3"]
+
+
+@pytest.mark.parametrize("wish", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_table_that_is_interrupted_ends_what_it_runs_and_begins_nothing_more(
+    made: tuple[EvidenceConfig, dict], at_once: int, wish: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A training that saves when it is told to stop, in the place of each command."""
+    told, program = tmp_path / "told", tmp_path / "training"
+    program.write_text(f"#!/bin/sh\ntrap 'echo saved >> {told}; exit 75' TERM\necho begun >> {told}\nfor i in $(seq 100); do sleep 0.1; done\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    def interrupt() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and (not told.exists() or told.read_text().count("begun") < at_once):
+            time.sleep(0.02)
+        os.kill(os.getpid(), wish)
+
+    some = [evidence_run.Job(f"job {i}", ((["train"], tmp_path / "log"),)) for i in range(4)]
+    before = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        evidence_run._Runner(replace(made[0], at_once=at_once)).run(some)
+    assert told.read_text().split() == ["begun"] * at_once + ["saved"] * at_once
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_what_is_trained_in_4_bits_from_the_first_step_differs_from_the_base_in_that_alone(tiny_pipeline: Path, tiny_cache: Path) -> None:

@@ -10,12 +10,14 @@ videos they are held against.
     OUT/evidence.json                       all of them: what the page's tables are made from (`evidence_table`)
 """
 
+import contextlib
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,16 +147,29 @@ class _Runner:
         self._waiting: list[Job] = []
         self._running = 0
         self._problems: list[str] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def run(self, some: list[Job]) -> list[str]:
-        """All of `some` that can be done; returns what went wrong, or isn't finished, a line for each. What needs that is not begun."""
+        """All of `some` that can be done; returns what went wrong, or isn't finished, a line for each. What needs that is not begun.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C or SIGTERM. What ran was ended (a training saves first), and nothing more was begun.
+        """
         self._waiting, self._problems = list(some), []
-        if len(self.places) == 1:
-            self._work(self.places[0])
-        else:
-            with ThreadPoolExecutor(len(self.places)) as pool:
-                for done in [pool.submit(self._work, place) for place in self.places]:
-                    done.result()
+        with _sigterm_as_ctrl_c():
+            if len(self.places) == 1:
+                self._work(self.places[0])
+            else:
+                with ThreadPoolExecutor(len(self.places)) as pool:
+                    try:
+                        for done in [pool.submit(self._work, place) for place in self.places]:
+                            done.result()
+                    except KeyboardInterrupt:  # only this thread hears of it
+                        with self._changed:
+                            self.end = time.monotonic()
+                            running = list(self._processes)
+                        _end(running)
+                        raise
         return self._problems
 
     def _work(self, device: str) -> None:
@@ -188,24 +203,52 @@ class _Runner:
 
     def _command(self, words: list[str], log: Path) -> str | None:
         """Runs `videoqat WORDS`; None, or what is wrong with it."""
-        left = None if self.end is None else self.end - time.monotonic()
-        if left is not None and left <= 0:
-            return "was not begun: the time is over"
-        with open(log, "a") as output:
-            process = subprocess.Popen([sys.executable, "-m", "videoqat", *words], stdout=output, stderr=subprocess.STDOUT)
-            try:
-                code = process.wait(left)
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGTERM)  # a training saves then
-                try:
-                    process.wait(GRACE_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                return "was stopped: the time is over"
+        with self._changed:
+            left = None if self.end is None else self.end - time.monotonic()
+            if left is not None and left <= 0:
+                return "was not begun: the time is over"
+            with open(log, "a") as output:
+                process = subprocess.Popen([sys.executable, "-m", "videoqat", *words], stdout=output, stderr=subprocess.STDOUT)
+            self._processes.append(process)
+        try:
+            code = process.wait(left)
+        except subprocess.TimeoutExpired:
+            _end([process])
+            return "was stopped: the time is over"
+        except KeyboardInterrupt:
+            _end([process])
+            raise
+        finally:
+            self._processes.remove(process)
         if code == 0:
             return None
         lines = log.read_text(errors="replace").strip().splitlines()
         return f"ended with code {code}: {lines[-1] if lines else ''} (see {log})"
+
+
+def _end(processes: list[subprocess.Popen[bytes]]) -> None:
+    """Tells them to stop, and kills those that haven't after a while."""
+    for process in processes:
+        process.send_signal(signal.SIGTERM)  # a training saves then
+    end = time.monotonic() + GRACE_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, end - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+@contextlib.contextmanager
+def _sigterm_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM would end this process alone, and leave those that it started at work, on the very folders that a next run goes on with."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def plan(config: EvidenceConfig) -> dict[str, Any]:
