@@ -179,6 +179,7 @@ def test_intervals_and_counts() -> None:
     """Wilson's interval of 8 of 10 and 0 of 10, as any table of them has it."""
     assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=1e-4)
     assert wilson(0, 10) == pytest.approx((0.0, 0.2775), abs=1e-4)
+    assert [wilson(0, 40)[0], wilson(80, 80)[1]] == [0, 1]  # to the last bit: a page would say -0%
     told = accuracies([(1, 2), (3, 0), (4, 1)], [(1, 2), (3, 1), (5, 1)])
     assert (told["garment"]["right"], told["direction"]["right"], told["both"]["right"]) == (2, 2, 1)
     assert CAPTIONS["an ankle boot moves down"] == (9, 3)

@@ -152,7 +152,8 @@ def wilson(successes: int, trials: int, z: float = 1.96) -> tuple[float, float]:
     """Wilson's 95 % interval of a share (Wilson 1927): honest for small numbers and near 0 and 1."""
     share, z2 = successes / trials, z * z
     middle, spread = share + z2 / (2 * trials), z * math.sqrt(share * (1 - share) / trials + z2 / (4 * trials * trials))
-    return (middle - spread) / (1 + z2 / trials), (middle + spread) / (1 + z2 / trials)
+    low, high = (middle - spread) / (1 + z2 / trials), (middle + spread) / (1 + z2 / trials)
+    return max(0.0, low), min(1.0, high)  # of none and of all it ends there, but for rounding: a page would say -0%
 
 
 def accuracies(asked: list[tuple[int, int]], found: list[tuple[int, int]]) -> dict[str, Any]:
