@@ -114,6 +114,7 @@ def test_a_claim_agrees_or_not_by_its_numbers() -> None:
     assert claim(one, mine, other, "largest gradient norm", "higher").endswith("lower in 2 seeds; the paper: higher. **Contradicts the paper**")
     single = {**mine, "seeds": [0]}
     assert claim(one, single, other, "loss", "higher").endswith("of a single seed, which tells nothing apart; the paper: higher. **Not seen here**")
+    assert claim(one, {**other, "seeds": [0]}, mine, "loss", "not lower").endswith("the paper: not lower. **Not seen here**")  # it was lower
     with pytest.raises(KeyError, match="legal: loss"):
         claim(one, mine, other, "gradient")
 

@@ -41,7 +41,8 @@ EXPECTED = {"higher": ("higher",), "lower": ("lower",), "not lower": ("higher", 
 
 
 def claim(one: dict[str, Any], row: dict[str, Any], other: dict[str, Any], quantity: str, paper: str = "") -> str:
-    """How a row stands to another one over the seeds that both have and, where the paper says something, whether that is so.
+    """How a row stands to another one over the seeds that both have and, where the paper says something, whether that is so: a single seed
+    neither agrees nor contradicts.
 
     Args:
         one: what `evidence run` gathered.
@@ -71,6 +72,6 @@ def claim(one: dict[str, Any], row: dict[str, Any], other: dict[str, Any], quant
     told += f": {verdict} in {len(seeds)} seeds" if len(seeds) > 1 else ", of a single seed, which tells nothing apart"
     if not paper:
         return told
-    if verdict in EXPECTED[paper]:
+    if verdict in EXPECTED[paper] and len(seeds) > 1:
         return f"{told}; the paper: {paper}. **Agrees**"
     return f"{told}; the paper: {paper}. " + ("**Not seen here**" if verdict == "not told apart" else "**Contradicts the paper**")
