@@ -275,6 +275,12 @@ def test_projections_fused_later_do_not_drop_the_recipe(tiny: Path) -> None:
     after = engine.generate("a bag", 0, sampling, "attn_qat")
     assert [(r["recipe"], r["calls"]) for r in after.receipts] == [(r["recipe"], r["calls"]) for r in before.receipts] == [("attn_qat", 4)]
     assert np.abs(after.frames.astype(int) - before.frames).mean() < 1  # one product instead of three: other last bits
+    plain = engine.generate("a bag", 0, sampling, "bf16")
+    engine.pipeline.unfuse_qkv_projections()  # puts back what it found when it fused: processors of attn_qat
+    assert installed_recipe(engine.transformers["transformer"]) is None
+    again = engine.generate("a bag", 0, sampling, "bf16")
+    assert {receipt["recipe"] for receipt in again.receipts} == {"bf16"}
+    assert np.array_equal(again.frames, plain.frames)
 
 
 def test_16_bits_leave_the_vae_in_float32(tiny: Path) -> None:

@@ -31,6 +31,7 @@ class _Installed:
     component: str  # which of its pipeline's transformers this one is
     layers: list[AttentionLayer]
     stock: list[Any]  # what the layers' processors were before
+    ours: list[Any]  # what they are now
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,14 @@ def install(
     _put_back(transformer)
     stock = [layer.module.processor for layer in layers]
     quantised = [layer for layer in layers if recipe.covers(layer.kind, layer.index, component)]
+    ours = []
     for layer in layers:
         # A kernel that is insisted on is meant for the quantised layers; it need not be able to do plain attention.
         processor = known.make_processor(layer, recipe, kernel) if layer in quantised else known.make_processor(layer, RECIPES["bf16"], "auto")
         processor.ulysses = None if sharded is None else sharded.ulysses
         _set_processor(layer.module, processor)
-    transformer._videoqat_installed = _Installed(recipe, component, layers, stock)  # type: ignore[assignment]
+        ours.append(processor)
+    transformer._videoqat_installed = _Installed(recipe, component, layers, stock, ours)  # type: ignore[assignment]
     return quantised
 
 
@@ -117,9 +120,10 @@ def _set_processor(module: Any, processor: Any) -> None:
 
 
 def installed_recipe(transformer: nn.Module) -> AttentionRecipe | None:
-    """The recipe that `install` put in, or None; also where a processor has been exchanged since, as CogVideoX's fuse_qkv_projections() does."""
+    """The recipe that `install` put in, or None; also where a processor has been exchanged since, as CogVideoX's fuse_qkv_projections() does, and
+    unfuse_qkv_projections(), which may put one of ours from an earlier `install` in its place."""
     installed: _Installed | None = getattr(transformer, "_videoqat_installed", None)
-    if installed is None or any(getattr(layer.module.processor, "layer", None) != layer.name for layer in installed.layers):
+    if installed is None or any(layer.module.processor is not own for layer, own in zip(installed.layers, installed.ours, strict=True)):
         return None
     return installed.recipe
 
