@@ -191,6 +191,15 @@ def test_logits_from_minus_80_to_80():
     check(q, k, v, grad_out, RECIPES["attn_qat"], scale=80.0 / float(logits.abs().max()), tolerance=1e-4)
 
 
+@pytest.mark.parametrize("gap", [80, 90, 100])
+def test_two_level_p_of_keys_that_hardly_count(gap):
+    """A tile of keys so far below the row's largest logit that p's first scale is a subnormal number, whose reciprocal is infinite."""
+    q, k, v, grad_out = make(num_queries=20, num_keys=256, heads=1, seed=17)
+    q[..., 0], k[:, :128, :, 0], k[:, 128:, :, 0] = 6.0, 6.0, -6.0
+    for name in ("two_level_p", "sage3"):
+        check(q, k, v, grad_out, VARIANTS[name], scale=gap / 72, tolerance=1e-4)
+
+
 def test_zero_rows():
     q, k, v, grad_out = make(num_queries=24, num_keys=40, seed=11)
     q[:, 3], k[:, 5:9], v[:, 16:32] = 0.0, 0.0, 0.0

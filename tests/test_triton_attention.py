@@ -208,6 +208,14 @@ def test_logits_far_below_zero():
     assert relative_l2(got[1], expected[1]) < 1e-6
 
 
+@pytest.mark.parametrize("gap", [80, 90, 100])
+def test_two_level_p_of_keys_that_hardly_count(gap):
+    q, k, v, _ = make(1, 20, 256, 1, 1, 16)
+    q[..., 0], k[:, :128, :, 0], k[:, 128:, :, 0] = 6, 6, -6
+    out = forward(q, k, v, None, VARIANTS["sage3"], gap / 72, False, keep_codes=False).out
+    assert relative_l2(out, reference.forward(q, k, v, VARIANTS["sage3"], scale=gap / 72)[0]) <= max(TOLERANCE[0], 1e-4)
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_nan_is_seen(which):
     q, k, v, _ = make(1, 40, 100, 1, 1, 32)

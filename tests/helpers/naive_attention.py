@@ -92,7 +92,7 @@ class NaiveAttention:
         parts = []
         for tile in p.split(128):
             s1 = tile.max() * torch.tensor(1 / 2688, dtype=torch.float32)
-            scaled = terms(tile * (1 / s1), "nvfp4", (6.0,), "p" in self.recipe.twice) if s1 > 0 else torch.zeros_like(tile)
+            scaled = terms(tile * (1 / s1), "nvfp4", (6.0,), "p" in self.recipe.twice) if s1 >= 2**-126 else torch.zeros_like(tile)
             parts.append(scaled.float() * s1)
         return torch.cat(parts).double()
 

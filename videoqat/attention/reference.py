@@ -37,6 +37,7 @@ TWO_LEVEL_KEYS = 128
 _RECIPROCAL_6 = torch.tensor(1.0 / 6.0, dtype=torch.float32).item()  # fp32(1/6): as a Python float, it reaches an fp32 kernel unchanged
 _RECIPROCAL_2688 = torch.tensor(1.0 / (448.0 * 6.0), dtype=torch.float32).item()
 _SMALLEST_E4M3 = 2.0**-9
+_SMALLEST_NORMAL = 2.0**-126
 FORWARD_BUFFERS = 1
 BACKWARD_BUFFERS = 3
 
@@ -207,6 +208,7 @@ def quantise_p(p_XKR: Tensor, recipe: AttentionRecipe, out_XKR: Tensor) -> Tenso
     if recipe.two_level_p:
         tiles = p_XKR.unflatten(1, (-1, TWO_LEVEL_KEYS))
         row_scale = tiles.float().amax(2, keepdim=True) * _RECIPROCAL_2688
+        row_scale.masked_fill_(row_scale < _SMALLEST_NORMAL, 0.0)  # its reciprocal would be infinite
         scaled = (tiles.float() * row_scale.reciprocal().masked_fill_(row_scale == 0, 0.0)).flatten(1, 2)
         quantised = _quantised(scaled, recipe.pv, 1, (6.0,), twice).to(p_XKR.dtype)
         return quantised.unflatten(1, (-1, TWO_LEVEL_KEYS)).mul_(row_scale).flatten(1, 2)

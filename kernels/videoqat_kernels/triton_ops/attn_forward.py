@@ -20,6 +20,7 @@ from videoqat_kernels.triton_ops.rounding import operand
 
 # Below every logit: the running maximum before the first key, and that of a row without keys. Finite, so that no inf - inf arises.
 NO_MAXIMUM = tl.constexpr(-1.0e30)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -57,6 +58,7 @@ def _over_keys(
             if TWO_LEVEL:
                 # One tile is one 128 keys of two_level_p.
                 row_scale = tl.max(tl.max(amax, 2), 1) * 0.000372023809523809524
+                row_scale = tl.where(row_scale < SMALLEST_NORMAL, 0.0, row_scale)  # its reciprocal would be infinite
                 inverse = tl.where(row_scale == 0, 0.0, tl.div_rn(tl.full(row_scale.shape, 1.0, tl.float32), row_scale))
                 amax = amax * inverse[:, None, None]
                 scaled = p5 * inverse[:, None, None, None, None]
