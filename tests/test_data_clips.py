@@ -56,6 +56,8 @@ def test_jsonl_with_every_key_and_every_problem(tmp_path: Path) -> None:
         '{"file": "sub", "caption": "a folder"}',
         '{"file": "h.mp4", "caption": ["a", "list"]}',
         '{"file": 7, "caption": "number"}',
+        '{"file": "i\\ud83d.mp4", "caption": "half of an emoji in the name"}',
+        '{"file": "j.mp4", "caption": "half of an emoji: \\ud83d"}',
     ]
     (tmp_path / "metadata.jsonl").write_bytes("\n".join(lines).encode() + b'\n{"file": "a.mp4", "caption": "\xff"}\n')
     assert listing(tmp_path) == [
@@ -75,6 +77,8 @@ def test_jsonl_with_every_key_and_every_problem(tmp_path: Path) -> None:
         ("h.mp4", "", "bad metadata line"),
         ("metadata.jsonl line 16", "", "bad metadata line"),
         ("metadata.jsonl line 17", "", "bad metadata line"),
+        ("j.mp4", "", "bad metadata line"),
+        ("metadata.jsonl line 19", "", "bad metadata line"),
         ("unnamed.mp4", "", "no caption"),
     ]
     problems = {entry.id: entry.problem for entry in find_clips(tmp_path)}

@@ -187,15 +187,17 @@ def test_what_cannot_be_used_is_counted_by_reason_and_named(config: PreprocessCo
     shutil.copy(source / "0.mp4", source / "mute.mp4")
     shutil.copy(source / "0.mp4", source / "blank.mp4")
     (source / "blank.txt").write_text("\n")
+    for suffix in (".mp4", ".txt"):  # named in Latin-1: neither index nor report could hold it
+        shutil.copy(source / f"0{suffix}", os.fsencode(source) + b"/caf\xe9" + suffix.encode())
     result = preprocess(config)
     assert result["samples"] == 4
-    assert result["skipped"] == {"cannot decode": 2, "too short": 1, "empty file": 1, "no caption": 1, "empty caption": 1}
+    assert result["skipped"] == {"cannot decode": 2, "too short": 1, "empty file": 1, "no caption": 1, "empty caption": 1, "bad name": 1}
     report = json.loads((Path(config.out) / "report.json").read_text())
     assert report["skipped"] == result["skipped"]
     problems = {clip["id"]: clip["problem"] for clip in report["skipped_clips"]}
-    assert set(problems) == {"letter.mp4", "cut.mp4", "short.mp4", "zero.mp4", "mute.mp4", "blank.mp4"}
+    assert set(problems) == {"letter.mp4", "cut.mp4", "short.mp4", "zero.mp4", "mute.mp4", "blank.mp4", "caf\\udce9.mp4"}
     assert problems["short.mp4"] == "too short: 3 frames at 16 fps (0.19 s), needs 5 (0.31 s)"
-    assert "6 skipped: 2 cannot decode" in capsys.readouterr().err
+    assert "7 skipped: 2 cannot decode" in capsys.readouterr().err
 
 
 def test_a_decoder_that_fails_in_a_new_way_does_not_stop_the_run(config: PreprocessConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def find_clips(source: str | Path) -> list[ClipEntry]:
     if len(tables) > 1:
         raise DataError(f"{source} holds metadata.jsonl and metadata.csv; legal: one of them")
     files = {
-        path.relative_to(source).as_posix(): path
+        _shown(path.relative_to(source).as_posix()): path
         for path in sorted(source.rglob("*"))
         if path.suffix.lower() in SUFFIXES and path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
     }
@@ -88,7 +88,19 @@ def find_clips(source: str | Path) -> list[ClipEntry]:
     return entries + unnamed
 
 
+def _shown(name: str) -> str:
+    """`name` as index and report, which are UTF-8, can hold it: bytes of a file's name that aren't UTF-8 are written as escapes."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _is_text(text: str) -> bool:
+    """Whether it is whole Unicode: not a file's name in another encoding, nor a caption that was cut in the middle of an emoji."""
+    return _shown(text) == text
+
+
 def _with_text_beside(id: str, path: Path) -> ClipEntry:
+    if not _is_text(str(path)):
+        return ClipEntry(id, path, "", "bad name: it is not UTF-8")
     text = path.with_suffix(".txt")
     if not text.is_file():
         return ClipEntry(id, path, "", f"no caption: {text.name} is not beside it")
@@ -120,7 +132,7 @@ def _from_table(source: Path, table: Path) -> Iterator[ClipEntry]:
             continue
         file = next((row[key] for key in FILE_KEYS if row.get(key) not in (None, "")), None)
         caption = next((row[key] for key in CAPTION_KEYS if row.get(key) is not None), None)
-        if not isinstance(file, str) or "\0" in file:
+        if not isinstance(file, str) or "\0" in file or not _is_text(str(source / file)):
             yield ClipEntry(place, None, "", f"bad metadata line: line {line}: no path under {', '.join(FILE_KEYS)}")
             continue
         path = source / file
@@ -130,7 +142,7 @@ def _from_table(source: Path, table: Path) -> Iterator[ClipEntry]:
         first_line[path.resolve()] = line
         if caption is None:
             yield ClipEntry(file, path, "", f"no caption: {place} has none under {', '.join(CAPTION_KEYS)}")
-        elif not isinstance(caption, str):
+        elif not isinstance(caption, str) or not _is_text(caption):
             yield ClipEntry(file, path, "", f"bad metadata line: line {line}: the caption is no text")
         else:
             yield _checked(file, path, caption)
