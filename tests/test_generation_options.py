@@ -136,6 +136,18 @@ def test_options_that_cannot_be(config, monkeypatch, changes, words):
             run(dataclasses.replace(config, **changes))
 
 
+@pytest.mark.parametrize("names", [("mine", "mine"), ("mine", "bf16-again"), ("attn_qat", "mine"), ("mine", "../mine"), ("mine", "..")])
+def test_recipes_that_would_share_a_folder_are_refused(config, tmp_path, monkeypatch, names):
+    """One of them was left out without a word, or rendered outside of `out`."""
+    monkeypatch.setattr(batch, "Engine", None)
+    files = [tmp_path / "first.yaml", tmp_path / "second.yaml"]
+    for file, name in zip(files, names, strict=True):
+        file.write_text(f"base: sage3\nname: {name}\n")
+    for run in (pairs.plan, pairs.generate):
+        with pytest.raises(ConfigError, match=r"compare=.*recipes whose names differ"):
+            run(dataclasses.replace(config, compare=["bf16", "attn_qat", *map(str, files)]))
+
+
 def test_compiled_blocks_render_the_same_video_under_any_recipe(model, monkeypatch):
     """The compiler behind dynamo is left out: what it gets is what could be wrong, such as a recipe that was switched and is still the old one."""
     graphs = []

@@ -15,7 +15,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from videoqat.config import GenerateConfig, to_dict
+from videoqat.config import GenerateConfig, require, to_dict
 from videoqat.console import say
 from videoqat.data.video_io import read_video
 from videoqat.evaluation import fidelity, st_lpips
@@ -35,10 +35,18 @@ COMMAND = "generate compare=[RECIPE,RECIPE]"
 
 
 def _folders(config: GenerateConfig) -> dict[str, GenerateConfig]:
-    """Name of each folder below `out` -> what fills it; the reference first, and once more at the end."""
-    names = {recipe: choose_recipe(config.model, recipe)[0].name if recipe != "checkpoint" else recipe for recipe in config.compare}
+    """Name of each folder below `out` -> what fills it; the reference first, and once more at the end.
+
+    Raises:
+        ConfigError: recipes of different files are called alike, or as no folder can be.
+    """
     reference = config.compare[0]
-    wanted = {**{name: recipe for recipe, name in names.items()}, names[reference] + AGAIN: reference}
+    asked = [*config.compare, reference]
+    names = [choose_recipe(config.model, recipe)[0].name if recipe != "checkpoint" else recipe for recipe in config.compare]
+    names.append(names[0] + AGAIN)
+    legal = "recipes whose names differ, since each has a folder of its name; and without /"
+    require(len(set(names)) == len(names) and not any("/" in name or name in (".", "..") for name in names), "compare", names, legal)
+    wanted = dict(zip(names, asked, strict=True))
     alone = dataclasses.replace(config, compare=[], st_lpips="auto")
     return {name: dataclasses.replace(alone, recipe=recipe, out=str(Path(config.out) / name)) for name, recipe in wanted.items()}
 
