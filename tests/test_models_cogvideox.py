@@ -1,5 +1,7 @@
 """CogVideoX's processor and pipeline seam, held against diffusers itself; its quantised gradients against an independent evaluation."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -206,6 +208,26 @@ def test_prompts_are_encoded_as_the_pipeline_encodes_them(tiny: Path) -> None:
     assert counts[2] > 26
     with pytest.raises(ConfigError, match=r"20 tokens is not the max_text_tokens=26"):
         FAMILY.batch_conditions([conditions[0], {"text": conditions[1]["text"][:20]}], 26)
+
+
+def test_a_published_tokenizer_of_nothing_but_sentencepieces_file_is_read(tiny: Path, tmp_path: Path) -> None:
+    """CogVideoX's folders have no tokenizer.json: transformers reads spiece.model, with a library that it doesn't bring along."""
+    from sentencepiece import SentencePieceTrainer
+
+    folder = tmp_path / "published"
+    shutil.copytree(tiny, folder)
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"tokenizer": ["transformers", "T5Tokenizer"]}))
+    shutil.rmtree(folder / "tokenizer")
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "T5Tokenizer", "extra_ids": 0}))
+    texts = iter(["a sneaker moves left", "a bag moves up"])
+    written = {"model_prefix": str(folder / "tokenizer" / "spiece"), "vocab_size": 24, "hard_vocab_limit": False, "minloglevel": 2}
+    SentencePieceTrainer.train(sentence_iterator=texts, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, **written)
+    encoders = FAMILY.load_encoders(folder, device="cpu", dtype=torch.float32)
+    ids = encoders.tokenizer("a sneaker moves left").input_ids
+    assert ids[-1] == 1  # the end mark
+    assert encoders.tokenizer.decode(ids[:-1]) == "a sneaker moves left"
 
 
 def test_text_length_is_the_models_own(tiny: Path, tmp_path: Path) -> None:
