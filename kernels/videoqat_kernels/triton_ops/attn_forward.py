@@ -51,8 +51,9 @@ def _over_keys(
         row_sum = row_sum * alpha[:, None]
         acc = acc * alpha[:, None]
         row_max = new_max
+        plain_sum = tl.sum(tl.sum(tl.sum(p5, 4), 2), 1)
         if not QUANTISED_SUM:
-            row_sum += tl.sum(tl.sum(tl.sum(p5, 4), 2), 1)
+            row_sum += plain_sum
         if BLOCKS:
             amax = tl.exp2(tl.fma(largest, log2_scale_now, shift[:, None, None]))
             if TWO_LEVEL:
@@ -68,12 +69,14 @@ def _over_keys(
             codes = p_codes(scaled * r[:, :, None, :, None], P_FORMAT)
             if QUANTISED_SUM:
                 in_block = tl.sum(tl.sum(tl.minimum(codes, 448.0 if P_FORMAT == "mxfp8" else 6.0), 4), 2)
-                row_sum += tl.sum(in_block * scale, 1)
+                quantised_sum = tl.sum(in_block * scale, 1)
             p_quantised = tl.reshape(p_operand(codes, scale[:, :, None, :, None], P_FORMAT), [BLOCK_M, BLOCK_N])
         else:
             p_quantised = p_without_blocks(p, P_FORMAT)
             if QUANTISED_SUM:
-                row_sum += tl.sum(tl.sum(tl.sum(by_thread(p_quantised.to(tl.float32), GROUP), 4), 2), 1)
+                quantised_sum = tl.sum(tl.sum(tl.sum(by_thread(p_quantised.to(tl.float32), GROUP), 4), 2), 1)
+        if QUANTISED_SUM:  # a GPU's minimum drops NaN where codes saturate: it shows in the sum of the unquantised weights only
+            row_sum += tl.where(plain_sum == plain_sum, quantised_sum, plain_sum)  # noqa: PLR0124
         v = operand(desc_v.load([kv_row + n0, 0]))
         if TWO_LEVEL:
             acc += row_scale[:, None] * tl.dot(p_quantised, v)
