@@ -121,6 +121,7 @@ VARIANTS = {
     **{name: recipe for name, recipe in RECIPES.items() if recipe.is_quantised and recipe.qk != "int8"},
     "quantised_sum": AttentionRecipe("n", normalizer="quantised"),
     "quantised_gradient": AttentionRecipe("g", normalizer="quantised", grad_p="quantised"),
+    "quantised_sum_of_two_levels": AttentionRecipe("s", p_gain_log2=0, two_level_p=True, normalizer="quantised"),
     "smooth_k": AttentionRecipe("k", smooth_k=True),
     "smooth_q_without_gain": AttentionRecipe("q", smooth_q=True, p_gain_log2=0),
     "mxfp8": AttentionRecipe("m8", qk="mxfp8", pv="mxfp8"),
@@ -218,7 +219,7 @@ def test_two_level_p_of_keys_that_hardly_count(gap):
     assert relative_l2(out, reference.forward(q, k, v, VARIANTS["sage3"], scale=gap / 72)[0]) <= max(TOLERANCE[0], 1e-4)
 
 
-@pytest.mark.parametrize("name", ["attn_qat", "quantised_sum", "mxfp4_quantised_gradient", "fp8_quantised_gradient"])
+@pytest.mark.parametrize("name", ["attn_qat", "quantised_sum", "quantised_sum_of_two_levels", "mxfp4_quantised_gradient", "fp8_quantised_gradient"])
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_nan_is_seen(which, name, monkeypatch):
     if not ON_GPU:  # numpy's minimum and maximum of a number and NaN are NaN; a GPU's are the number

@@ -70,6 +70,8 @@ def _over_keys(
             if QUANTISED_SUM:
                 in_block = tl.sum(tl.sum(tl.minimum(codes, 448.0 if P_FORMAT == "mxfp8" else 6.0), 4), 2)
                 quantised_sum = tl.sum(in_block * scale, 1)
+                if TWO_LEVEL:
+                    quantised_sum = quantised_sum * row_scale[:, None]
             p_quantised = tl.reshape(p_operand(codes, scale[:, :, None, :, None], P_FORMAT), [BLOCK_M, BLOCK_N])
         else:
             p_quantised = p_without_blocks(p, P_FORMAT)
