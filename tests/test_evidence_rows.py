@@ -83,6 +83,21 @@ def test_rows_rendered_in_batches_are_held_against_such_rows_alone(made: tuple[E
     assert batched["four_bit_share"] == single["four_bit_share"]
     with pytest.raises(ConfigError, match=r"videos_at_once=1 is not legal; legal: 2, as .*batched was rendered"):
         measure(MeasureConfig(**given, out=str(tmp_path / "other"), reference=str(tmp_path / "batched")))
+    (tmp_path / "others.txt").write_text("a sneaker moves left\na bag moves down\n")
+    for change, words in (
+        ({"seed": 6}, r"video 0=\('a sneaker moves left', 6\) is not legal; legal: \('a sneaker moves left', 5\), as .*single"),
+        ({"prompts": str(tmp_path / "others.txt")}, r"video 1=\('a bag moves down', 6\) is not legal; legal: \('a bag moves up', 6\)"),
+        (
+            {"sampling": replace(config.sampling, guidance_scale=2.0)},
+            r"sampling.guidance_scale=2.0 is not legal; legal: 3.0, as .*single was rendered",
+        ),
+        ({"reference": str(tmp_path / "torn")}, "is no row that `evidence measure` wrote"),
+    ):  # PSNR of what has other seeds, captions or guidance says nothing of a recipe
+        shutil.copytree(tmp_path / "single", tmp_path / "torn", dirs_exist_ok=True)
+        (tmp_path / "torn" / "result.json").write_text("[]")
+        with pytest.raises(ConfigError, match=words):
+            measure(MeasureConfig(**{**given, "reference": str(tmp_path / "single"), **change}, out=str(tmp_path / "other")))
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from videoqat.attention.backends import record_receipts
 from videoqat.config import MeasureConfig, ObjectiveConfig, SamplingConfig, existing, require, to_dict
 from videoqat.console import progress
 from videoqat.data.video_io import read_video, write_video
+from videoqat.errors import ConfigError
 from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
 from videoqat.files import writable_folder, write_json
@@ -55,10 +56,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
         require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")
     if config.reference and prompts:
-        record = Path(config.reference) / RESULT
-        existing("reference", str(record))
-        known = json.loads(record.read_text())["config"].get("videos_at_once", 1)
-        require(config.videos_at_once == known, "videos_at_once", config.videos_at_once, f"{known}, as {config.reference} was rendered")
+        _check_reference(config, prompts)
     judged = has_judges(prompts, config.sampling)
     network, about_lpips = None, None
     if prompts:
@@ -97,6 +95,25 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     }
     write_json(out / RESULT, result)
     return {"loss": float(losses.mean()) if result["clip_losses"] else None, **result}
+
+
+def _check_reference(config: MeasureConfig, prompts: list[str]) -> None:
+    """Requires the reference's videos to be of the same prompts and seeds, sampled likewise: else it is not the rows that they differ by."""
+    record = Path(config.reference) / RESULT
+    existing("reference", str(record))
+    try:
+        result = json.loads(record.read_text())
+        known, shown = result["config"], [(video["prompt"], video["seed"]) for video in result["videos"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"reference={config.reference!r} is no row that `evidence measure` wrote: {error!r}") from error
+    for place, prompt in enumerate(prompts):
+        mine, other = (prompt, config.seed + place), shown[place] if place < len(shown) else None
+        require(mine == other, f"prompts, seed: video {place}", mine, f"{other}, as {config.reference} has it")
+    sampled = to_dict(SamplingConfig()) | known["sampling"]
+    for key, value in to_dict(config.sampling).items():
+        require(value == sampled[key], f"sampling.{key}", value, f"{sampled[key]!r}, as {config.reference} was rendered")
+    at_once = known.get("videos_at_once", 1)
+    require(config.videos_at_once == at_once, "videos_at_once", config.videos_at_once, f"{at_once}, as {config.reference} was rendered")
 
 
 @contextlib.contextmanager
