@@ -58,6 +58,17 @@ def test_what_is_won_back_is_worked_out_seed_by_seed() -> None:
     assert qat["recovered_ci95"] == pytest.approx([1 - 0.06 / 0.15] * 2)
 
 
+def test_the_base_stands_for_every_seed() -> None:
+    """Without videos it is measured once; trainings of other seeds are held against it all the same."""
+    names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4", "QAT")]
+    rows = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.1, 2.1])]
+    rows += [{**_row("QAT", seed, [1.0 + gap, 2.0 + gap]), "training": "qat"} for seed, gap in enumerate((0.01, 0.03, 0.05))]
+    bf16, nvfp4, qat = summarise({"config": {"rows": names, "reference": "", "plain": "", "seeds": [0, 1, 2]}, "rows": rows})
+    assert (bf16["seeds"], nvfp4["seeds"], nvfp4["videos"], qat["seeds"]) == ([0], [0], 1, [0, 1, 2])
+    assert qat["gap"]["mean"] == pytest.approx(0.03)
+    assert [qat["recovered"][key] for key in ("mean", "low", "high")] == pytest.approx([0.7, 0.5, 0.9])
+
+
 def test_one_clip_gives_no_interval() -> None:
     names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4")]
     one = {"config": {"rows": names, "reference": "", "plain": "", "seeds": [0]}, "rows": [_row("BF16", 0, [1.0]), _row("NVFP4", 0, [1.1])]}
