@@ -272,6 +272,8 @@ def test_shipped_tables_are_legal(name: str, tiny_pipeline: Path, tiny_cache: Pa
         ({"rows": [ROWS[0], Row("a b"), Row("A_b")]}, "names that differ, not only in capitals"),
         ({"trainings": [*TRAININGS, Training("QAT")]}, "trainings=.* names that differ, not only in capitals"),
         ({"rows": [ROWS[0], Row("x", "nowhere")]}, "training of 'x'='nowhere'"),
+        ({"trainings": [TRAININGS[0], replace(TRAININGS[1], settings=["train.step=4"])]}, "trainings: 'qat': .*did you mean train.steps"),
+        ({"train": ["optimizer.beta2=2"]}, "trainings: 'bf16': optimizer.beta2=2"),
         ({"reference": "nobody"}, "reference='nobody'"),
         ({"seeds": []}, "seeds"),
         ({"rows": [ROWS[0], Row("a/b")]}, "names of letters"),

@@ -26,9 +26,10 @@ from typing import Any
 import torch
 import yaml
 
-from videoqat.config import EvidenceConfig, Row, Training, require, to_dict
+from videoqat.config import EvidenceConfig, Row, TrainConfig, Training, load, require, to_dict
 from videoqat.config.evidence import name_in_files
 from videoqat.console import say
+from videoqat.errors import ConfigError
 from videoqat.evaluation import st_lpips
 from videoqat.evaluation.evidence import RESULT, has_judges
 from videoqat.files import atomic_path, writable_folder, write_json
@@ -261,8 +262,23 @@ def plan(config: EvidenceConfig) -> dict[str, Any]:
     _about_st_lpips(config)
     for row in config.rows:
         check_recipe(config.base, row.resolve(config.sensitivity), config.sampling)
+    for training in config.trainings:
+        _check_settings(config, training)
     rows, left = wanted(config), [str(_row_folder(config, row.name, seed)) for row, seed in missing(config)]
     return {"trainings": len({(row.training, seed) for row, seed in rows if row.training}), "rows": len(rows), "missing": left}
+
+
+def _check_settings(config: EvidenceConfig, training: Training) -> None:
+    """Requires that `train` takes the settings: its process would find out after others have worked for hours.
+
+    Raises:
+        ConfigError: it doesn't; names the training.
+    """
+    (words, _), _ = _training_job(config, training, config.seeds[0]).commands
+    try:
+        load(TrainConfig, None, [f"{DEVICE}{config.runtime.device}" if word == DEVICE else word for word in words[1:]])
+    except ConfigError as error:
+        raise ConfigError(f"trainings: {training.name!r}: {error}") from error
 
 
 def _about_st_lpips(config: EvidenceConfig) -> dict[str, str] | None:
