@@ -279,7 +279,7 @@ def test_an_empty_prompt_file(run: Run, tiny_pipeline: Path, tmp_path: Path, pro
     assert tree(tmp_path) == before
 
 
-WRITERS = ("demo", "example-clips", "example-model", "preprocess", "train", "export", "generate", "compare")
+WRITERS = ("demo", "example-clips", "example-model", "preprocess", "train", "export", "convert", "generate", "compare", "evidence train-judges")
 
 
 @pytest.mark.parametrize("command", WRITERS)
@@ -296,11 +296,13 @@ def test_an_output_folder_that_can_not_be_written(
         "preprocess": [f"model.path={tiny_pipeline}", f"source={tiny_cache.parent / 'clips'}", f"out={out}", "buckets=[5x32x32]"],
         "train": train_words(tiny_pipeline, tiny_cache, out)[1:],
         "export": [f"run={trained}", f"out={out}"],
+        "convert": [f"model={tiny_pipeline}", f"transformer_file={tiny_pipeline / WEIGHTS}", f"out={out}"],
         "generate": [f"model={tiny_pipeline}", "prompt=a", f"out={out / 'a.mp4'}", *SMALL],
+        "evidence train-judges": [f"out={out / 'judges.safetensors'}", "steps=40"],
         "compare": [entries, f"prompts={prompts}", f"out={out}", *SMALL],
     }
     before = tree(tmp_path)
-    assert_refused(run(command, *words[command]), command, "out=", str(prompts), "can't be written")
+    assert_refused(run(*command.split(), *words[command]), command, "out=", str(prompts), "can't be written")
     assert tree(tmp_path) == before
 
 

@@ -30,7 +30,7 @@ from videoqat.data.clips import decode_clip, write_video
 from videoqat.data.moving_garments import DIRECTIONS, GARMENTS, caption_of, draw_clip, draw_views, read_photos
 from videoqat.data.video_io import read_video
 from videoqat.errors import CheckpointError, DataError
-from videoqat.files import atomic_path, write_json
+from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.provenance import provenance
 
 ASSET = Path(__file__).parent / "assets" / "judges.safetensors"
@@ -233,6 +233,7 @@ def train_judges(config: TrainJudgesConfig) -> dict[str, Any]:
     """
     config.validate()
     require(config.out.endswith(".safetensors"), "out", config.out, "a path that ends in .safetensors")
+    writable_folder("out", Path(config.out).parent)
     began = time.monotonic()
     photos, labels = read_photos(config.photos, "held_out")
     test = np.arange(len(photos)) % 5 == 4

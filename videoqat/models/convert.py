@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from videoqat.config import ConvertConfig, choice
 from videoqat.console import say
 from videoqat.errors import CheckpointError
-from videoqat.files import atomic_folder, write_json
+from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.hub import ORIGIN, origin
 from videoqat.models.spec import family_of
 from videoqat.models.weights import check_complete, compare, shapes_in
@@ -47,6 +47,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     planned = plan(config)
+    writable_folder("out", Path(config.out).parent)
     check_complete(config.model, without=(config.component,))
     source, file = Path(config.model), Path(config.transformer_file)
     transformer = family_of(source).build(source, config.component)
