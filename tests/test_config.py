@@ -250,6 +250,12 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.CompareConfig, "validation_samples=0", "validation_samples=0 is not legal"),
         (cfg.DemoConfig, "tune_steps=0", "tune_steps=0 is not legal"),
         (cfg.DemoConfig, "recipe=bf16", "recipe='bf16' is not legal; legal: a recipe that quantises"),
+        (cfg.TrainConfig, "out=", "out='' is not legal; legal: a name or a path"),  # of out=$OUT, where OUT isn't set
+        (cfg.PreprocessConfig, "source=", "source='' is not legal; legal: a name or a path"),
+        (cfg.PreprocessConfig, "model.path=", "model.path='' is not legal; legal: a name or a path"),
+        (cfg.CompareConfig, "entries=[{name: a, model: /}, {name: b, model: ''}]", "entries[1].model='' is not legal; legal: a name or a path"),
+        (cfg.PreprocessConfig, "buckets=[17x6²x64]", "buckets='17x6²x64' is not FRAMESxHEIGHTxWIDTH"),
+        (cfg.BenchTrainingConfig, "resume_onto=2x2", "resume_onto='2x2' is not legal; legal: DP_REPLICATExDP_SHARDxSP"),
         (cfg.DoctorConfig, "size=16x64x64", "size=16 is not legal; legal: 4n+1 frames"),
         (cfg.DoctorConfig, "model=/nowhere", "model='/nowhere' is not legal"),
     ],

@@ -164,8 +164,8 @@ class BenchTrainingConfig:
         for key in ("recipes", "layouts", "checkpointing"):
             given = getattr(self, key)
             require(bool(given) and len(set(given)) == len(given), key, given, "one or more that differ")
-        for layout in [*self.layouts, *([self.resume_onto] if self.resume_onto else [])]:
-            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", layout) is not None, "layouts", layout, "DP_REPLICATExDP_SHARDxSP, such as 1x4x2")
+        for key, layout in [*(("layouts", layout) for layout in self.layouts), *([("resume_onto", self.resume_onto)] if self.resume_onto else [])]:
+            require(re.fullmatch(r"[1-9]\d*x[1-9]\d*x[1-9]\d*", layout) is not None, key, layout, "DP_REPLICATExDP_SHARDxSP, such as 1x4x2")
         for mode in self.checkpointing:
             choice("checkpointing", mode, ("none", "full", "keep_attention"))
         require(self.batch_size >= 1, "batch_size", self.batch_size, "at least 1")

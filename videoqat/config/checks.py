@@ -52,7 +52,7 @@ def model_folder(key: str, value: str) -> None:
 def parse_bucket(key: str, bucket: str) -> tuple[int, int, int]:
     """`"17x64x64"` -> (17, 64, 64): frames, height, width. Frames must be 4n+1: the VAEs keep the first frame and take the rest by fours."""
     parts = str(bucket).lower().split("x")
-    if len(parts) != 3 or not all(p.isdigit() for p in parts):
+    if len(parts) != 3 or not all(p.isdecimal() for p in parts):
         raise ConfigError(f"{key}={bucket!r} is not FRAMESxHEIGHTxWIDTH, such as 17x64x64")
     frames, height, width = (int(p) for p in parts)
     check_frames(key, frames)

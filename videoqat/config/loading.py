@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from videoqat.config.checks import require
@@ -68,6 +68,17 @@ def _check_finite(tree: dict[str, Any], prefix: str = "") -> None:
         require(not isinstance(value, float) or math.isfinite(value), prefix + key, value, "a finite number")
 
 
+def _check_given(config: Any, prefix: str = "") -> None:
+    """Requires that what must be given isn't empty: `out=$OUT`, where OUT isn't set, does not mean the folder in which one happens to be."""
+    for field in dataclasses.fields(config):
+        key, value = prefix + field.name, getattr(config, field.name)
+        require(value != "" or field.default != MISSING, key, value, "a name or a path (the folder that you are in is `.`)")
+        parts = [(f"{key}[{i}].", part) for i, part in enumerate(value)] if isinstance(value, list) else [(f"{key}.", value)]
+        for inner, part in parts:
+            if dataclasses.is_dataclass(part):
+                _check_given(part, inner)
+
+
 def _kind(schema: Any, key: str) -> Any:
     """The annotated type of the setting `key` (dotted) of `schema`; None if there is no such setting."""
     for part in key.split("."):
@@ -114,6 +125,7 @@ def load(schema: type[T], file: str | None, overrides: list[str]) -> T:
         key = getattr(error, "full_key", None) or "configuration"
         raise ConfigError(f"{key}: {str(error).splitlines()[0]}") from error
     _check_finite(to_dict(config))
+    _check_given(config)
     config.validate()
     return typing.cast(T, config)
 
