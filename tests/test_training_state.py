@@ -3,9 +3,7 @@
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.disks import full_disk
 
 from videoqat.config import TrainConfig, to_dict
 from videoqat.errors import CheckpointError
@@ -160,15 +159,8 @@ for name, patch in json.loads(sys.argv[2]).items():
 
 def test_disk_full_is_one_line_and_older_checkpoints_stay(tmp_path: Path) -> None:
     good = save(tmp_path, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # as a full disk does, writing fails in the middle of a file
-    try:
-        with pytest.raises(CheckpointError, match=r"step-000002 can't be written: .*older checkpoints are untouched"):
-            save(tmp_path, 2, size=100_000)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, before)
+    with full_disk(10_000), pytest.raises(CheckpointError, match="step-000002 can't be written: File too large; older checkpoints are untouched"):
+        save(tmp_path, 2, size=100_000)
     assert state.whole(tmp_path) == [good]
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -95,6 +95,18 @@ def _all_or_none(final: Path, group: dist.ProcessGroup | None) -> Iterator[None]
         raise CheckpointError(f"checkpoint {final} can't be written: {reason}; older checkpoints are untouched") from error
 
 
+class _Writer(FileSystemWriter):
+    """DCP's own, but it tells why a write failed (disk full, say): torch's archives tell where in its file the failure left them."""
+
+    def write_data(self, *args: Any) -> Any:
+        try:
+            return super().write_data(*args)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+
+
 def _aside(final: Path) -> Path:
     """The name under which a checkpoint comes and goes."""
     return final.with_name(f".{final.name}.partial")
@@ -122,7 +134,7 @@ def save(checkpoints: Path, step: int, tensors: dict[str, Any], meta: dict[str, 
             aside.mkdir(parents=True)
     try:
         with _all_or_none(final, group), _quiet():
-            dcp_save(tensors, checkpoint_id=aside, process_group=group, no_dist=_no_dist())
+            dcp_save(tensors, storage_writer=_Writer(aside), checkpoint_id=aside, process_group=group, no_dist=_no_dist())
             if is_rank_zero():
                 _commit(aside, final, meta)
     except CheckpointError:
