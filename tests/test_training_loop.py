@@ -8,8 +8,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from helpers.disks import full_disk
 from helpers.training import assert_same_run, stored, tiny_config
 
 from videoqat.errors import CheckpointError, UserError
@@ -17,7 +19,7 @@ from videoqat.training import batches, runlog, state, step, trainer
 from videoqat.training.batches import load_batch
 from videoqat.training.job import check
 from videoqat.training.objective import denoising_loss
-from videoqat.training.runlog import only_run, read_log, stop_on_signal
+from videoqat.training.runlog import RunLog, only_run, read_log, stop_on_signal
 from videoqat.training.step import Run, Step
 from videoqat.training.trainer import train
 
@@ -343,3 +345,14 @@ def test_a_disk_that_fills_up_leaves_the_older_checkpoint(make: Any, monkeypatch
     with pytest.raises(CheckpointError, match=r"step-000002 can't be written: No space left on device; older checkpoints are untouched"):
         train(config)
     assert [p.name for p in (Path(config.out) / "checkpoints").iterdir()] == ["step-000001"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread prints what `close` raises
+def test_what_tensorboard_can_not_write_is_one_line_and_hides_no_other_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    with full_disk(5_000), pytest.raises(UserError, match=r"tensorboard can't be written: File too large"), RunLog(tmp_path, 0) as log:
+        log.show("noise", noise, 1)
+    with full_disk(5_000), pytest.raises(CheckpointError, match="what matters"), RunLog(tmp_path, 0) as log:
+        log.show("noise", noise, 1)
+        raise CheckpointError("what matters")
+    assert "WARNING: " + str(tmp_path / "tensorboard") in capsys.readouterr().err

@@ -108,7 +108,13 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._board.close()
+        try:
+            with disk_errors(self._path.parent / "tensorboard"):
+                self._board.close()  # its thread's error, which `write` told already, comes out once more
+        except UserError as late:
+            if error is None:
+                raise
+            say(f"WARNING: {late}")  # the error under way matters more
 
 
 class StopRequest:
