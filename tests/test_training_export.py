@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.disks import full_disk
 from helpers.ranks import run_ranks
 from helpers.training import tiny_config
 from safetensors.torch import load_file, save_file
@@ -235,3 +236,12 @@ def test_an_export_that_reads_back_wrong_is_not_kept(run: Path, tmp_path: Path, 
     with pytest.raises(CheckpointError, match=r"export failed: blocks.1.attn1.to_q.bias read back"):
         export(ExportConfig(run=str(run), out=str(tmp_path / "out")))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("full_at", ["what is copied", "the transformer"])
+def test_a_full_disk_is_one_line_and_nothing_is_left(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full_at: str) -> None:
+    if full_at == "the transformer":
+        monkeypatch.setattr(shutil, "copytree", lambda *args, **options: None)
+    with full_disk(20_000), pytest.raises(UserError, match=r"out='.*/out' can't be written: .*File too large.*; nothing of it is left"):
+        export(ExportConfig(run=str(run), out=str(tmp_path / "out")))
+    assert not list(tmp_path.iterdir())

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from videoqat.console import say
+from videoqat.errors import DataError
 from videoqat.files import atomic_path
 
 FOLDER = "shards"
@@ -65,7 +66,11 @@ class ShardStore:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is waiting as a shard of its own."""
+        """Writes what is waiting as a shard of its own.
+
+        Raises:
+            DataError: it can't be written (disk full, say); the shards that are there can be used.
+        """
         if not self._waiting:
             return
         buckets = {key: self.bucket_of[key] for key in self._waiting}
@@ -76,11 +81,14 @@ class ShardStore:
             for key, parts in self._waiting.items()
             for part, tensor in parts.items()
         }
-        with atomic_path(self.root / name) as aside:
-            aside.touch()
-            mode = aside.stat().st_mode
-            save_file(tensors, aside, metadata={"buckets": json.dumps(buckets)})
-            aside.chmod(mode)  # safetensors makes its files readable by their owner only; a cache is for the group's other members too
+        try:
+            with atomic_path(self.root / name) as aside:
+                aside.touch()
+                mode = aside.stat().st_mode
+                save_file(tensors, aside, metadata={"buckets": json.dumps(buckets)})
+                aside.chmod(mode)  # safetensors makes its files readable by their owner only; a cache is for the group's other members too
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"shard {str(self.root / name)!r} can't be written: {error}; the same command goes on from the others") from error
         self.shard_of |= dict.fromkeys(buckets, name)
         self._waiting.clear()
 

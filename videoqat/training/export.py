@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from videoqat.config import ExportConfig, require
 from videoqat.console import is_rank_zero, say
-from videoqat.errors import CheckpointError
+from videoqat.errors import CheckpointError, UserError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.spec import ModelFamily, family_of
 from videoqat.provenance import provenance
@@ -130,7 +131,7 @@ def export(config: ExportConfig) -> dict[str, Any]:
         On rank 0 `out`, `checkpoint`, `weights` (ema or raw), `recipe`, `steps`, `loss`, `tensors` (how many were compared).
 
     Raises:
-        UserError: `out` exists, or run, checkpoint or base can't be used; nothing is written then.
+        UserError: `out` exists, run, checkpoint or base can't be used, or the disk is full; nothing is left then.
     """
     if not is_rank_zero():
         return {}
@@ -138,12 +139,17 @@ def export(config: ExportConfig) -> dict[str, Any]:
     transformer = _trained_transformer(source)
     record = _record(source)
     writable_folder("out", Path(config.out).parent)
-    with atomic_folder(config.out) as aside:
-        ignored = shutil.ignore_patterns(".*", "videoqat.json")
-        shutil.copytree(source.base, aside, dirs_exist_ok=True, ignore=lambda folder, names: ignored(folder, names) | _replaced(source, folder))
-        transformer.save_pretrained(aside / source.component)  # type: ignore[operator]
-        write_json(aside / "videoqat.json", record)
-        _load_back(source, aside, transformer)
+    try:
+        with atomic_folder(config.out) as aside:
+            ignored = shutil.ignore_patterns(".*", "videoqat.json")
+            shutil.copytree(source.base, aside, dirs_exist_ok=True, ignore=lambda folder, names: ignored(folder, names) | _replaced(source, folder))
+            transformer.save_pretrained(aside / source.component)  # type: ignore[operator]
+            write_json(aside / "videoqat.json", record)
+            _load_back(source, aside, transformer)
+    except (OSError, SafetensorError) as error:
+        # copytree goes on after an error, and lists (from, to, why) of them all.
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise UserError(f"out={config.out!r} can't be written: {reason}; nothing of it is left") from error
     recipes = {name: entry["recipe"]["name"] for name, entry in record["components"].items()}
     if len(set(recipes.values())) > 1:
         say(f"the transformers of {config.out} were trained for different recipes: {recipes}")
