@@ -252,6 +252,18 @@ def test_fused_projections_are_refused(copy: Path) -> None:
         Engine(copy, CPU)
 
 
+def test_weights_that_another_tool_has_quantised_are_refused(copy: Path) -> None:
+    """Codes would have been taken for weights where they are sharded, and ended in torch's traceback elsewhere."""
+    weights = load_file(copy / WEIGHTS)
+    names = [f"blocks.{i}.attn1.to_q.weight" for i in range(2)]
+    save_file(weights | {name: (100 * weights[name]).to(torch.int8) for name in names}, copy / WEIGHTS)
+    with pytest.raises(CheckpointError, match=r"blocks.0.attn1.to_q.weight holds integers, I8 \(and 1 more\); .*legal: floating point numbers"):
+        Engine(copy, CPU)
+    save_file({name: tensor.to(torch.float8_e4m3fn if name in names else torch.float64) for name, tensor in weights.items()}, copy / WEIGHTS)
+    dtypes = {p.dtype for p in family_of(copy).load_transformer(copy, "transformer", dtype=torch.bfloat16).parameters()}
+    assert dtypes == {torch.bfloat16, torch.float32}  # whatever the file has
+
+
 @pytest.mark.parametrize("part", ["vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors", "vae/config.json", "tokenizer"])
 def test_a_missing_part_is_named_before_anything_is_loaded(copy: Path, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = copy / part
@@ -321,6 +333,8 @@ def test_one_file_of_something_else(tmp_path: Path, model: Path) -> None:
         convert_to(tmp_path, model, {name: tensor for name, tensor in weights.items() if name != "blocks.1.self_attn.q.bias"})
     with pytest.raises(CheckpointError, match=r"weights hold lora.weight"):
         convert_to(tmp_path, model, weights | {"lora.weight": torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"blocks.1.attn1.to_q.bias holds integers, torch.int8 \(and 0 more\)"):
+        convert_to(tmp_path, model, weights | {"blocks.1.self_attn.q.bias": weights["blocks.1.self_attn.q.bias"].to(torch.int8)})
     (tmp_path / "file.safetensors").write_bytes(b"torn")
     with pytest.raises(CheckpointError, match=r"file.safetensors is torn or no safetensors file"):
         convert(ConvertConfig(model=str(model), transformer_file=str(tmp_path / "file.safetensors"), out=str(tmp_path / "out")))

@@ -16,7 +16,7 @@ from videoqat.errors import CheckpointError
 from videoqat.files import atomic_folder, writable_folder, write_json
 from videoqat.models.hub import ORIGIN, origin
 from videoqat.models.spec import family_of
-from videoqat.models.weights import check_complete, compare, shapes_in
+from videoqat.models.weights import check_complete, compare, refuse_integers, shapes_in
 from videoqat.provenance import provenance
 
 
@@ -61,6 +61,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     expected = {name: tensor.shape for name, tensor in transformer.state_dict().items()}
     ignored = tuple(getattr(transformer, "_keys_to_ignore_on_load_unexpected", None) or ())
     compare(file, {name: tensor.shape for name, tensor in weights.items()}, expected, ignored)
+    refuse_integers(file, {name: str(weights[name].dtype) for name in expected if not weights[name].is_floating_point()})
     transformer.load_state_dict({name: weights[name] for name in expected}, assign=True)
     record = {"base": origin(source), "file": str(file.absolute()), "component": config.component, "provenance": provenance("cpu")}
     with atomic_folder(config.out) as aside:

@@ -71,7 +71,7 @@ def shapes_in(file: str | Path) -> dict[str, torch.Size]:
 
 
 def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
-    """Compares names and shapes in the headers of a diffusers model's files with what the model has.
+    """Compares names, shapes and kinds of numbers in the headers of a diffusers model's files with what the model has.
 
     Args:
         folder: see `weight_files`.
@@ -79,12 +79,33 @@ def check_weights(folder: Path, expected: Mapping[str, torch.Size], ignored: tup
         ignored: parts of names that may be in the files and not in the model.
 
     Raises:
-        CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, or unknown, and how many there are.
+        CheckpointError: no weights, a torn file, or the first key that is missing, of another shape, unknown, or of integers, and how many there are.
     """
     found: dict[str, torch.Size] = {}
+    integers: dict[str, str] = {}
     for file in weight_files(folder):
         found |= shapes_in(file)
+        integers |= _integers_in(file)
     compare(folder, found, expected, ignored)
+    refuse_integers(folder, {name: integers[name] for name in expected if name in integers})
+
+
+def _integers_in(file: Path) -> dict[str, str]:
+    """Name -> dtype of the tensors in a safetensors file that don't hold floating point numbers, from its header."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as handle:
+        dtypes = {name: handle.get_slice(name).get_dtype() for name in handle.keys()}  # noqa: SIM118 - safe_open is no mapping
+    return {name: dtype for name, dtype in dtypes.items() if not dtype.startswith(("F", "BF"))}
+
+
+def refuse_integers(where: object, integers: Mapping[str, str]) -> None:
+    """Raises CheckpointError where `integers` (name -> dtype) holds a weight of the files at `where`."""
+    for name, dtype in integers.items():
+        raise CheckpointError(
+            f"{where}: {name} holds integers, {dtype} (and {len(integers) - 1} more); weights that another tool has quantised aren't read; legal: "
+            "floating point numbers"
+        )
 
 
 def compare(where: object, found: Mapping[str, torch.Size], expected: Mapping[str, torch.Size], ignored: tuple[str, ...] = ()) -> None:
