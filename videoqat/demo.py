@@ -72,6 +72,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     for recipe, title in first.items():
         videos.append(out / "first" / f"{Path(recipe).stem}.mp4")
         arguments = [f"model={base}", f"recipe={recipe}", f"prompt={CAPTIONS[0]}", f"seed={config.seed}", f"out={videos[-1]}", *sampling]
+        arguments.append("overwrite=true")  # a video whose record is not there yet is one of a demo that was interrupted
         _stage(title, videos[-1].with_suffix(".json"), "generate", arguments, "generate/garments")
     say(f"\n{CAPTIONS[0]!r}, to look at while the rest is made:")
     for video in videos:
