@@ -24,6 +24,7 @@ from videoqat.errors import ConfigError, UserError
         (["compare=[bf16]"], ["compare", "two"]),
         (["compare=[bf16, fp3]"], ["compare", "fp3"]),
         (["devices=[cuda:0, cuda:0]"], ["devices", "once"]),
+        (["devices=[cuda, cuda:0]"], ["devices", "once"]),
         (["database=mysql://me:secret@host/x"], ["database", "postgresql+psycopg://"]),
         (["queue=amqp://host"], ["queue", "redis://"]),
         (["port=70000"], ["port"]),

@@ -180,7 +180,7 @@ class ServeConfig(ServiceConfig):
         require(len(self.compare) <= self.limits.max_compared, "compare", self.compare, f"at most limits.max_compared={self.limits.max_compared}")
         for device in self.devices:
             dataclasses.replace(self.runtime, device=device).validate()
-        gpus = [device for device in self.devices if device != "cpu"]
+        gpus = [int(device.partition(":")[2] or 0) for device in self.devices if device.startswith("cuda")]  # cuda is cuda:0
         require(len(set(gpus)) == len(gpus), "devices", self.devices, "each GPU once: two jobs at a time on one would slow both down")
         alone = self.parallel.sp * self.parallel.cfg == 1
         legal = "[] with parallel.sp or parallel.cfg above 1: torchrun starts such workers (docs/serving.md)"
