@@ -143,6 +143,22 @@ def test_dry_runs_load_no_weights_and_write_nothing(
     assert tree(tmp_path) == before
 
 
+def test_settings_may_stand_before_between_and_behind_options(run: Run, tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("num_clips: 2\nsize: 32\n")
+    words = ["num_clips=3", f"out={tmp_path / 'a'}", "--config", tmp_path / "mine.yaml", "num_clips=4", "--dry-run", "fps=8", "--json", "-"]
+    code, stdout, _ = run("example-clips", *words)
+    assert code == 0
+    config = json.loads(stdout)["config"]
+    assert (config["num_clips"], config["size"], config["fps"]) == (4, 32, 8)
+
+
+@pytest.mark.parametrize("words", [["--jsn", "a=b"], ["--dry-run", "more"], ["--jsn=x"]])
+def test_an_option_that_there_is_not_is_refused(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit, match="2"):
+        main(["doctor", "models=false", *words])
+    assert f"unrecognized arguments: {' '.join(words[words[0] == '--dry-run' :])}" in capsys.readouterr().err
+
+
 def test_json_goes_to_a_file_or_to_standard_output(run: Run, tmp_path: Path):
     target = tmp_path / "doctor.json"
     code, stdout, _ = run("doctor", "--json", target)

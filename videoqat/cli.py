@@ -106,7 +106,11 @@ def _emit(result: dict[str, Any], destination: str | None) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    arguments = build_parser().parse_args(argv)
+    parser = build_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if any(word.startswith("-") or "=" not in word for word in rest):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    arguments.overrides += rest  # argparse takes one run of settings; these stand behind an option that follows others
     who = f"videoqat {arguments.name}{own_rank()}"
     try:
         _check_destination(arguments.json)
