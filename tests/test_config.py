@@ -120,7 +120,10 @@ def test_overrides_have_the_type_of_their_key(tmp_path: Path):
     assert seeds == [3, 4]
 
 
-@pytest.mark.parametrize("prompt", ["a cat: it runs, fast", "[a] {cat} & 'dog'", "yes", "12", "a=b", "costs ${price}", "# no comment", "größer \\ 5"])
+@pytest.mark.parametrize(
+    "prompt",
+    ["a cat: it runs, fast", "[a] {cat} & 'dog'", "yes", "12", "a=b", "costs ${price}", "# no comment", "größer \\ 5", "\\${a} \\\\${b} \\c"],
+)
 def test_text_is_taken_as_it_is_typed(prompt: str, tmp_path: Path):
     overrides = [*required(cfg.GenerateConfig, tmp_path), f"prompt={prompt}"]
     assert cfg.load(cfg.GenerateConfig, None, overrides).prompt == prompt
@@ -237,7 +240,12 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.CompareConfig, "entries=[]", "entries=0 is not legal; legal: two or more (name, model, recipe)"),
         (cfg.CompareConfig, "entries=[5]", "entries[0]: "),
         (cfg.CompareConfig, "entries=5", "entries: "),
-        (cfg.CompareConfig, "entries=[{name: a, modell: x}]", "Did you mean: 'model'?"),
+        (
+            cfg.CompareConfig,
+            "entries=[{name: a, modell: x}]",
+            "unknown key entries[0].modell (did you mean entries[0].model?); legal keys here: entries[0].name",
+        ),
+        (cfg.EvidenceConfig, "rows=[{name: a}, {name: b, xyzzy: 1}]", "unknown key rows[1].xyzzy; legal keys here: rows[1].name, rows[1].training"),
         (cfg.CompareConfig, "entries=[{name: a}, {name: b, model: x}]", "missing entries[0].model"),
         (cfg.CompareConfig, "entries=[{name: a, model: /}, {name: a, model: /}]", "entries=['a', 'a'] is not legal; legal: names that differ"),
         (cfg.CompareConfig, "entries=[{name: a, model: /nowhere}, {name: b, model: /}]", "entries[0].model='/nowhere' is not legal"),

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+import re
 import typing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,6 +59,11 @@ def _check_keys(schema: type, given: DictConfig, prefix: str = "") -> None:
             if not isinstance(child, DictConfig) or child._is_none():
                 raise ConfigError(f"{prefix}{key}={given[key]!r} is no value but a group; legal keys: {keys}")
             _check_keys(typing.cast(type, kind), child, f"{prefix}{key}.")
+        part = next(iter(typing.get_args(kind)), None)  # of a list
+        if dataclasses.is_dataclass(part) and isinstance(child, ListConfig) and not child._is_none():
+            for i, entry in enumerate(child._iter_ex(resolve=False)):
+                if isinstance(entry, DictConfig) and not entry._is_none():
+                    _check_keys(typing.cast(type, part), entry, f"{prefix}{key}[{i}].")
 
 
 def _check_finite(tree: dict[str, Any], prefix: str = "") -> None:
@@ -94,7 +100,8 @@ def _parse_overrides(schema: type, overrides: list[str]) -> DictConfig:
         if not key or not equals:
             raise ConfigError(f"{override!r} is not KEY=VALUE")
         try:
-            parsed = value.replace("${", "\\${") if _kind(schema, key) is str else yaml.safe_load(value)
+            # OmegaConf would look up ${...}; a backslash before it, and each that stands there already, says no.
+            parsed = re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if _kind(schema, key) is str else yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise ConfigError(f"{override!r} can't be read as YAML: {error}") from error
         OmegaConf.update(given, key, parsed)
