@@ -130,6 +130,19 @@ def test_what_a_name_stands_for_cannot_change(made: tuple[EvidenceConfig, dict])
     assert len(told["rows"]) == 4
 
 
+def test_a_recipe_cannot_change_in_its_file(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base: attn_qat\nname: mine\n")
+    for trained, rows in (("bf16", [*ROWS, Row("mine", "bf16", str(tmp_path / "mine.yaml"))]), (str(tmp_path / "mine.yaml"), ROWS)):
+        trainings = [TRAININGS[0], replace(TRAININGS[1], recipe=trained)]
+        config = replace(made[0], out=str(tmp_path / trained[-4:]), trainings=trainings, rows=rows, minutes=1e-9)  # no time: nothing is begun
+        run(config)
+        (tmp_path / "mine.yaml").write_text("base: mxfp4\nname: mine\n")
+        with pytest.raises(ConfigError, match=r"recipe of (row 'mine'|training 'qat')={.*'mxfp4'.*legal: {.*'nvfp4'.*as in"):
+            run(config)
+        (tmp_path / "mine.yaml").write_text("base: attn_qat\nname: mine\n")
+        run(config)
+
+
 def test_a_training_that_fails_in_its_process_is_told(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:
     broken = Training("broken", "bf16", 1, 1e-3, ["train.batch_size=1000"])
     rows = [Row("broken", "broken"), Row("broken too", "broken", "attn_qat")]

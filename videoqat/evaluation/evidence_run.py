@@ -36,6 +36,7 @@ from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
 from videoqat.provenance import provenance
+from videoqat.recipes import get_recipe
 from videoqat.training import validation
 from videoqat.training.runlog import read_log
 
@@ -326,7 +327,9 @@ def _agree_with_earlier(config: EvidenceConfig, record: Path) -> None:
     about_lpips = _about_st_lpips(config)  # the hash of its weights, wherever the file lies
     settings |= {"st_lpips": about_lpips} if about_lpips else {}
     settings |= {f"{kind} {one['name']!r}": one for kind in ("rows", "trainings") for one in given[kind]}
-    settings |= {f"recipe of row {row.name!r}": row.resolve(config.sensitivity).to_dict() for row in config.rows if row.keep}
+    # Files of recipes can change under their names, and so can what a sensitivity says.
+    settings |= {f"recipe of row {row.name!r}": row.resolve(config.sensitivity).to_dict() for row in config.rows}
+    settings |= {f"recipe of training {training.name!r}": get_recipe(training.recipe).to_dict() for training in config.trainings}
     earlier = json.loads(record.read_text()) if record.is_file() else {}
     for key, value in settings.items():
         require(earlier.get(key, value) == value, key, value, f"{earlier.get(key)!r}, as in {record.parent}; or another out")
