@@ -226,6 +226,7 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.TrainConfig, "train.activation_checkpointing=half", "legal: none, full"),
         (cfg.TrainConfig, "train.compute_dtype=float16", "train.compute_dtype='float16' is not legal; legal: float32, bfloat16"),
         (cfg.TrainConfig, "train.resume=/nowhere", "train.resume='/nowhere' is not legal; legal: an existing folder"),
+        (cfg.TrainConfig, "validation.sampling.fps=0", "validation.sampling.fps=0 is not legal; legal: at least 1"),
         (cfg.ExportConfig, "run=/nowhere", "run='/nowhere' is not legal; legal: an existing folder"),
         (cfg.ExportConfig, "weights=best", "weights='best' is not legal; legal: auto, ema, raw"),
         (cfg.ExportConfig, "checkpoint=/nowhere", "checkpoint='/nowhere' is not legal; legal: an existing folder"),

@@ -6,6 +6,7 @@ from omegaconf import MISSING
 
 from videoqat.config.checks import check_seeds, choice, existing, require
 from videoqat.config.groups import ModelConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig
+from videoqat.errors import ConfigError
 from videoqat.recipes import get_recipe
 
 
@@ -139,7 +140,10 @@ class ValidationConfig:
         require(all(prompt.strip() for prompt in self.prompts), "validation.prompts", self.prompts, "texts")
         legal = f"none, or one for each of the {len(self.prompts)} validation.prompts"
         require(len(self.images) in (0, len(self.prompts)), "validation.images", self.images, legal)
-        self.sampling.validate()
+        try:
+            self.sampling.validate()
+        except ConfigError as error:  # it names its keys as generate has them
+            raise ConfigError(f"validation.{error}") from error
 
 
 @dataclass
