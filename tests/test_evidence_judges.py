@@ -161,6 +161,10 @@ def test_a_seed_makes_the_same_judges_again() -> None:
 def test_bad_input(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="is no folder that generate prompts=FILE wrote"):
         judge(JudgeConfig(videos=str(tmp_path)))
+    for other in ([], {"videos": 5}, {"videos": [{"prompt": "a bag moves up"}]}, {"videos": [{"video": "a.mp4"}]}):  # some other program's
+        (tmp_path / "manifest.json").write_text(json.dumps(other))
+        with pytest.raises(DataError, match="is no folder that generate prompts=FILE wrote"):
+            judge(JudgeConfig(videos=str(tmp_path)))
     (tmp_path / "manifest.json").write_text(json.dumps({"videos": [{"video": "a.mp4", "prompt": "a hat moves left"}]}))
     with pytest.raises(DataError, match="no judge knows 'a hat moves left'"):
         judge(JudgeConfig(videos=str(tmp_path)))

@@ -195,15 +195,16 @@ def judge(config: JudgeConfig) -> dict[str, Any]:
     judges = Judges.load(config.judges or ASSET)
     try:
         videos = json.loads((folder / "manifest.json").read_text())["videos"]
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"videos={config.videos!r} is no folder that generate prompts=FILE wrote: {error}") from error
-    unknown = [video["prompt"] for video in videos if video["prompt"] not in CAPTIONS]
+        prompts, files = [video["prompt"] for video in videos], [folder / video["video"] for video in videos]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"videos={config.videos!r} is no folder that generate prompts=FILE wrote: {error!r}") from error
+    unknown = [prompt for prompt in prompts if prompt not in CAPTIONS]
     if unknown or not videos:
         raise DataError(
             f"videos={config.videos!r}: no judge knows {unknown[0] if unknown else 'no video at all'!r}; captions are as {caption_of(7)!r}"
         )
-    asked = [CAPTIONS[video["prompt"]] for video in videos]
-    found = [judges.judge(read_video(folder / video["video"])[0]) for video in progress(videos, desc="judging", unit="video")]
+    asked = [CAPTIONS[prompt] for prompt in prompts]
+    found = [judges.judge(read_video(file)[0]) for file in progress(files, desc="judging", unit="video")]
     result = accuracies(asked, found) | {
         "by_garment": _shares(asked, found, 0, len(GARMENTS)),
         "by_direction": _shares(asked, found, 1, len(DIRECTIONS)),
