@@ -172,7 +172,7 @@ class EvidenceConfig:
     st_lpips: str = "auto"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     at_once: int = 1  # processes on each device
-    minutes: float = 0.0  # after which nothing new is begun; 0: no limit
+    minutes: float = 0.0  # after which what runs is stopped (a training saves first) and nothing new is begun; 0: no limit
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def validate(self) -> None:
