@@ -154,7 +154,14 @@ for name in USR1 TERM INT HUP; do
     trap "on_signal $name" "$name"
 done
 
-workers() { cat "$status"/*.pid 2>/dev/null || true; }
+# workers: the process ids of those that live. One that has ended leaves its number here, which the system gives to others: a worker is told by $status.
+workers() {
+    local file pid
+    for file in "$status"/*.pid; do
+        pid=$(cat "$file" 2>/dev/null) || continue
+        ! grep -qsaF -- "$status" "/proc/$pid/cmdline" || echo "$pid"
+    done
+}
 
 # shellcheck disable=SC2329 # called by the trap
 clean_up() {

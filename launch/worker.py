@@ -4,8 +4,8 @@
 
 torchrun ends with 1 whatever a worker's exit code was, and stops the other workers at the first that isn't 0. So a training that was asked to stop,
 saved and left with 75 would look like a crash, and cut off ranks that are still leaving. Here 75 counts as success before torchrun, whose nodes then
-leave together, and is written down for node.sh in the folder STATUS, where each local rank has two files: RANK.pid while it lives, for signals, and
-RANK.exit (time and code) if its code was not 0.
+leave together, and is written down for node.sh in the folder STATUS, where each local rank has two files: RANK.pid, for signals, and RANK.exit (time
+and code) if its code was not 0.
 """
 
 import os

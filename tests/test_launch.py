@@ -1,6 +1,7 @@
 """launch/local.sh, node.sh and meet.py: what is started with which arguments, and how signals and exit codes get through."""
 
 import json
+import os
 import re
 import shlex
 import signal
@@ -196,6 +197,14 @@ def test_the_exit_code_of_torchrun_gets_through(desk: Desk):
     assert desk.run("node.sh", "--no-preflight", "--processes", "2", "--", "out=x").returncode == 3
 
 
+def test_a_stranger_with_the_number_of_a_worker_that_has_ended_is_left_alone(desk: Desk):
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        desk.put("torchrun", f"(Path(arguments[-3]) / '0.pid').write_text('{stranger.pid}')")
+        assert desk.run("node.sh", "--no-preflight", "--processes", "1", "--", "out=x").returncode == 0
+        assert stranger.poll() is None
+        stranger.kill()
+
+
 @pytest.mark.parametrize("wish", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_before_training_starts_ends_with_75(desk: Desk, wish: signal.Signals):
     desk.put("torchrun", "time.sleep(60)")
@@ -279,6 +288,18 @@ def test_a_signal_reaches_each_worker_once_as_soon_as_it_listens(desk: Desk, tra
         assert json.loads((training / f"start-{rank}").read_text()) == [["videoqat", "train", *AWKWARD], ["train", *AWKWARD]]
     assert "start the same command again" in ended.stderr
     assert not list(desk.folder.glob("videoqat-videoqat.*"))  # tidied up
+
+
+@pytest.mark.dist
+def test_workers_do_not_outlive_a_torchrun_that_is_killed(desk: Desk, training: Path):
+    process = desk.start("node.sh", "--no-preflight", "--processes", "2", "--", "out=x")
+    (training / "loaded").touch()
+    wait_until(lambda: of_all_ranks(training, "trains"))
+    workers = [Path("/proc", file.read_text().strip()) for file in desk.folder.glob("videoqat-videoqat.*/*.pid")]
+    assert len(workers) == 2
+    os.kill(int((workers[0] / "stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)  # their parent
+    assert finish(process).returncode == 137
+    wait_until(lambda: not any(worker.exists() and (worker / "cmdline").read_text() for worker in workers), 5)
 
 
 @pytest.mark.dist
