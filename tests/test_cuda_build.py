@@ -284,6 +284,17 @@ def test_on_such_a_gpu_it_is_the_one_that_serves(blackwell):
     assert "emulated" in emulated.reason
 
 
+def test_what_serves_is_decided_by_the_gpu_that_holds_the_tensors(blackwell, monkeypatch):
+    """Two kinds of GPU in one machine: which of them is current says nothing."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0) if str(device) == "cuda:1" else (8, 9))
+    assert resolve("attn_qat", "cuda:1", torch.bfloat16, 128).kernel == "cuda_nvfp4"
+    receipt = resolve("attn_qat", torch.device("cuda:0"), torch.bfloat16, 128)
+    assert receipt.kernel == "triton"
+    assert "doesn't serve" not in receipt.reason
+    with pytest.raises(AttentionError, match="this GPU is sm_89"):
+        resolve("attn_qat", "cuda:0", torch.bfloat16, 128, kernel="cuda_nvfp4")
+
+
 def test_a_library_that_is_not_built_is_told(blackwell, monkeypatch):
     def missing(product):
         raise library.LibraryError(f"{product} is not built: make kernels")

@@ -1,7 +1,7 @@
 """Which kernel serves a call, why, and what really ran.
 
 A kernel is a module (or an object) with `describe(recipe, device_type)` (whether its arithmetic is native, and why one would choose it: for
-the receipt), `BY_NAME_ONLY` (device types on which `auto` passes it by), `why_not(recipe, device_type, dtype, head_dim, training)` (None, or why
+the receipt), `BY_NAME_ONLY` (device types on which `auto` passes it by), `why_not(recipe, device, dtype, head_dim, training)` (None, or why
 it can't serve), `forward` and `backward`, and `keeps` and `empty_kept` (what the one leaves for the other); those that quantise also `encode` and
 `forward_coded` (`coded.py`). A new one is its file and one line in `KERNELS`, which is in order of preference.
 """
@@ -69,7 +69,7 @@ def resolve(
     if kernel not in ("auto", *KERNELS):
         raise AttentionError(f"kernel={kernel!r} does not exist; legal: auto, {', '.join(KERNELS)}")
     device_type = device.split(":")[0]
-    obstacles = {name: module.why_not(recipe, device_type, dtype, head_dim, training) for name, module in KERNELS.items()}
+    obstacles = {name: module.why_not(recipe, device, dtype, head_dim, training) for name, module in KERNELS.items()}
     for name, module in KERNELS.items():
         if obstacles[name] is None and name != kernel and device_type in module.BY_NAME_ONLY:
             obstacles[name] = f"on {device_type} it serves only when asked for by name"
@@ -79,7 +79,7 @@ def resolve(
     passed_by = ""
     if kernel == "auto":
         chosen, asked = able[0], ""
-        if chosen == "triton" and device_type == "cuda" and not training and cuda_backend.gpu_has_fp4():
+        if chosen == "triton" and device_type == "cuda" and not training and cuda_backend.gpu_has_fp4(device):
             passed_by = f"; cuda_nvfp4 doesn't serve here: {obstacles['cuda_nvfp4']}"
         if chosen == "torch" and device_type != "cpu" and obstacles["triton"] is not None:  # slow there: say why the fast one doesn't serve
             passed_by = f"; triton doesn't serve here: {obstacles['triton']}"

@@ -17,10 +17,10 @@ MAX_DIVISORS = 8
 
 
 @torch.compiler.assume_constant_result  # torch.compile must not trace into the driver and ctypes
-def _missing(product: str, device_type: str) -> str | None:
-    if device_type != "cuda" or torch.version.hip is not None:
+def _missing(product: str, device: str) -> str | None:
+    if not device.startswith("cuda") or torch.version.hip is not None:
         return "it runs on NVIDIA GPUs"
-    capability = torch.cuda.get_device_capability()
+    capability = torch.cuda.get_device_capability(device)
     if product == "native" and not has_fp4(capability):
         return f"it needs the FP4 tensor cores of sm_120 or sm_121, and this GPU is sm_{capability[0]}{capability[1]}"
     if capability < (8, 0):
@@ -42,9 +42,9 @@ def has_fp4(capability: tuple[int, int]) -> bool:
 
 
 @torch.compiler.assume_constant_result
-def gpu_has_fp4() -> bool:
-    """Whether the current GPU is one that `cuda_nvfp4` is made for, whether it is built or not."""
-    return torch.version.hip is None and torch.cuda.is_available() and has_fp4(torch.cuda.get_device_capability())
+def gpu_has_fp4(device: str) -> bool:
+    """Whether the GPU `device` is one that `cuda_nvfp4` is made for, whether it is built or not."""
+    return torch.version.hip is None and torch.cuda.is_available() and has_fp4(torch.cuda.get_device_capability(device))
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CudaKernel:
             return True, "CUDA: NVFP4 products on the GPU's FP4 tensor cores"
         return False, "CUDA, with the FP4 tensor core's product emulated by INT8 products"
 
-    def why_not(self, recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
+    def why_not(self, recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
         """Inference with recipes that are NVFP4 throughout, in bf16 or fp16, with head_dim 64 or 128."""
         if training:
             return "it serves inference only"
@@ -83,7 +83,7 @@ class CudaKernel:
             return f"it takes bf16 and fp16, not {dtype}"
         if head_dim not in (64, 128):
             return f"head_dim={head_dim} is not 64 or 128"
-        return _missing(self.product, device_type)
+        return _missing(self.product, device)
 
     def forward(
         self,

@@ -21,7 +21,7 @@ def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
     return True, "the recipe quantises nothing: plain scaled_dot_product_attention"
 
 
-def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
+def why_not(recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
     """Serves recipes that quantise nothing."""
     return "it can't quantise" if recipe.is_quantised else None
 

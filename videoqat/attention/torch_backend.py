@@ -30,7 +30,7 @@ def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
     return False, "emulates the quantised arithmetic in fp32 with torch operations, on any device"
 
 
-def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
+def why_not(recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
     """Serves everything that `attention` accepts."""
     return None
 

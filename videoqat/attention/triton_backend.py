@@ -19,15 +19,15 @@ BY_NAME_ONLY = ("cpu",)
 
 
 @torch.compiler.assume_constant_result  # torch.compile must not trace into Triton and the driver
-def _missing(device_type: str) -> str | None:
+def _missing(device: str) -> str | None:
     if importlib.util.find_spec("triton") is None or importlib.util.find_spec("videoqat_kernels") is None:
         return "triton or videoqat_kernels is not installed"
-    if device_type == "cpu":
+    if device == "cpu":
         import triton
 
         if not triton.knobs.runtime.interpret:
             return "it runs on NVIDIA GPUs"
-    elif device_type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability() < (8, 0):
+    elif not device.startswith("cuda") or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (8, 0):
         return "it runs on NVIDIA GPUs from sm_80 on"
     return None
 
@@ -39,11 +39,11 @@ def describe(recipe: AttentionRecipe, device_type: str) -> tuple[bool, str]:
     return False, "Triton on an NVIDIA GPU: emulates the quantised arithmetic with bf16 products"
 
 
-def why_not(recipe: AttentionRecipe, device_type: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
+def why_not(recipe: AttentionRecipe, device: str, dtype: torch.dtype, head_dim: int, training: bool) -> str | None:
     """Quantised recipes up to head_dim 128; in training those without smooth_q and two_level_p, which serve models as they are."""
     if not recipe.is_quantised:
         return "it serves quantised recipes"
-    missing = _missing(device_type)
+    missing = _missing(device)
     if missing:
         return missing
     if head_dim > 128:
