@@ -14,7 +14,10 @@ import torch
 from helpers.disks import full_disk
 from helpers.training import assert_same_run, stored, tiny_config
 
+from videoqat.config import ParallelConfig
 from videoqat.errors import CheckpointError, UserError
+from videoqat.parallel import folder
+from videoqat.parallel.mesh import open_mesh
 from videoqat.training import batches, runlog, state, step, trainer
 from videoqat.training.batches import load_batch
 from videoqat.training.job import check
@@ -187,6 +190,20 @@ def test_two_trainings_do_not_share_a_folder(make: Any) -> None:
     with only_run(Path(config.out)), pytest.raises(UserError, match="run': another training is at work in this folder"):
         train(config)
     assert sorted(p.name for p in Path(config.out).iterdir()) == [".lock"]
+
+
+def test_a_folder_that_can_not_be_locked_is_used_with_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_locks(handle: Any, how: int) -> None:  # as Lustre, mounted without them
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(folder.fcntl, "flock", no_locks)
+    with only_run(tmp_path), open_mesh(ParallelConfig(), torch.device("cpu")) as mesh, folder.sole_user(tmp_path, "mark", "preprocess", mesh):
+        pass
+    said = capsys.readouterr().err
+    assert "can't be locked (Function not implemented); see to it that no other training uses it" in said
+    assert "no other preprocess uses it" in said
 
 
 def test_a_finished_run_is_not_run_again(make: Any, whole_run: Path, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a run writes while it goes (log.jsonl, validation.jsonl, TensorBoard), on rank 0 alone; and what it heeds: signals and other runs."""
 
 import contextlib
-import fcntl
 import json
 import signal
 import threading
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.files import atomic_path
+from videoqat.parallel.folder import keep_others_out
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 ONE_WISH_S = 5.0  # launchers pass a signal on and add their own: what comes within this time of the first is the same wish
@@ -30,12 +30,7 @@ def only_run(out: Path) -> Iterator[None]:
         UserError: another training is at work there.
     """
     with open(out / ".lock", "w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"out={str(out)!r}: another training is at work in this folder; wait for its end, or choose another out") from error
-        except OSError as error:  # some network file systems have no locks
-            say(f"WARNING: {out} can't be locked ({error.strerror}); see to it that no other training uses it")
+        keep_others_out(handle, out, "training")
         yield
 
 
