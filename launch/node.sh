@@ -84,7 +84,8 @@ nodes=${#host_list[@]}
 [ "$nodes" -gt 0 ] || nodes=1
 
 if [ -n "$env_file" ]; then
-    [ -r "$env_file" ] || fail "--env $env_file: no such file, or not readable"
+    [ -r "$env_file" ] && [ ! -d "$env_file" ] || fail "--env $env_file: no such file, or not readable"
+    [[ $env_file == */* ]] || env_file=./$env_file # a bare name would be looked for on PATH first
     set -a
     # shellcheck source=/dev/null
     . "$env_file"

@@ -128,6 +128,7 @@ def test_only_1_is_a_dry_run(desk: Desk, dry_run: str):
         (["--id", "a b", "--", "out=x"], "--id a b"),
         (["--hosts", "a, b", "--", "out=x"], "--hosts a, b"),
         (["--env", "nowhere.env", "--", "out=x"], "--env nowhere.env: no such file"),
+        (["--env", ".", "--", "out=x"], "--env .: no such file"),
         (["--node-rank", "1", "--", "out=x"], "unknown option --node-rank"),
     ],
 )
@@ -167,6 +168,7 @@ def test_a_machine_without_a_gpu_wants_a_number(desk: Desk):
 
 
 def test_arguments_and_environment_reach_torchrun(desk: Desk):
+    desk.put("my network.env", "a program of this name is not meant")
     (desk.folder / "my network.env").write_text('NCCL_SOCKET_IFNAME="eth 7"\n')
     desk.put("torchrun", "print({key: os.environ.get(key) for key in ('NCCL_SOCKET_IFNAME', 'TRITON_CACHE_DIR', 'OMP_NUM_THREADS')})")
     ended = desk.run("node.sh", "--processes", "2", "--env", "my network.env", "--", *AWKWARD)
