@@ -246,6 +246,9 @@ def test_bad_input_is_named_before_weights_are_loaded(models, tmp_path, monkeypa
         with pytest.raises(UserError, match=words) as error:
             compare(config_for(models, tmp_path / "out", **changes))
         assert "\n" not in str(error.value)
+    monkeypatch.setattr("videoqat.evaluation.fidelity.SMALLEST", 33)  # the smallest videos of this model are larger than the window of SSIM
+    with pytest.raises(UserError, match=r"height x width=.* is not legal; legal: 33 or more"):
+        compare(config_for(models, tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from videoqat.errors import DataError
+from videoqat.errors import ConfigError, DataError
 from videoqat.evaluation.fidelity import LUMA, fidelity, flicker, summarise
 
 
@@ -94,3 +94,9 @@ def test_flicker_by_hand():
 def test_what_is_no_pair_of_videos_is_refused(a, b):
     with pytest.raises(DataError, match="legal"):
         fidelity(a, b)
+
+
+def test_videos_smaller_than_the_window_of_ssim_are_refused():
+    assert fidelity(video(1, size=11), video(2, size=11))["ssim_min"] < 1
+    with pytest.raises(ConfigError, match="height x width='10x10' is not legal; legal: 11 or more of each"):
+        fidelity(video(1, size=10), video(2, size=10))

@@ -300,6 +300,16 @@ def test_bad_tables_are_refused_before_anything_is_begun(made: tuple[EvidenceCon
     assert not (tmp_path / "none").exists()
 
 
+def test_videos_too_small_to_be_compared_are_refused(made: tuple[EvidenceConfig, dict], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made[0]
+    monkeypatch.setattr("videoqat.evaluation.fidelity.SMALLEST", 33)  # as if they were smaller than the window of SSIM
+    given = {"model": config.base, "cache": config.held_out, "prompts": config.prompts, "sampling": config.sampling}
+    for refused in (lambda: plan(config), lambda: measure(MeasureConfig(**given, out=str(tmp_path / "row")))):
+        with pytest.raises(ConfigError, match="height x width='32x32' is not legal; legal: 33 or more"):
+            refused()
+    assert not (tmp_path / "row").exists()
+
+
 def test_gathering_needs_no_process(made: tuple[EvidenceConfig, dict]) -> None:
     config, told = made
     assert [row["name"] for row in gather(config)["rows"]] == [row["name"] for row in told["rows"]]

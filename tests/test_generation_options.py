@@ -126,11 +126,13 @@ def test_compare_renders_the_same_seeds_by_each_recipe_and_reports(config, tmp_p
         ({"warm_up": True, "prompts": "", "prompt": "a", "out": "a.mp4"}, "warm_up=True.*prompts=FILE"),
         ({"st_lpips": "installed"}, "st_lpips='installed'.*without compare="),
         ({"compare": ["bf16", "attn_qat"], "st_lpips": "no"}, "st_lpips='no'.*legal: auto"),
+        ({"compare": ["bf16", "attn_qat"]}, "height x width='32x32' is not legal; legal: 33 or more"),
         ({"runtime": dataclasses.replace(CPU, device="cuda", compile=True, offload="sequential")}, "runtime.compile=True.*sequential"),
     ],
 )
 def test_options_that_cannot_be(config, monkeypatch, changes, words):
     monkeypatch.setattr(batch, "Engine", None)
+    monkeypatch.setattr("videoqat.evaluation.fidelity.SMALLEST", 33)  # as if videos were smaller than the window of SSIM
     for run in (pairs.plan, pairs.generate):
         with pytest.raises(ConfigError, match=words):
             run(dataclasses.replace(config, **changes))

@@ -107,6 +107,7 @@ def plan(config: CompareConfig) -> dict[str, Any]:
     config.validate()
     prompts = read_prompts_with_images(config.prompts)
     device, dtype = config.runtime.resolve()
+    fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
     entries = []
     for entry in config.entries:
         size = check_sampling(entry.model, config.sampling)

@@ -52,6 +52,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     if prompts:
         check_sampling(config.model, config.sampling)
         check_recipe(config.model, recipe, config.sampling)
+        fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
     for place in range(len(prompts)) if config.reference else ():
         video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
         require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")

@@ -30,7 +30,7 @@ from videoqat.config import EvidenceConfig, Row, TrainConfig, Training, load, re
 from videoqat.config.evidence import name_in_files
 from videoqat.console import say
 from videoqat.errors import ConfigError
-from videoqat.evaluation import st_lpips
+from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.evidence import RESULT, has_judges
 from videoqat.files import atomic_path, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
@@ -260,6 +260,7 @@ def plan(config: EvidenceConfig) -> dict[str, Any]:
     if config.prompts:
         has_judges(read_prompts(config.prompts), config.sampling)
         check_sampling(config.base, config.sampling)
+        fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
     _about_st_lpips(config)
     for row in config.rows:
         check_recipe(config.base, row.resolve(config.sensitivity), config.sampling)

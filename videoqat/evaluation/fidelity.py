@@ -5,15 +5,17 @@ that may be just as good. ST-LPIPS (`st_lpips.py`), where its weights are, forgi
 beside the floor, the reference rendered twice (`compare.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from videoqat.config import require
 from videoqat.errors import DataError
 from videoqat.evaluation.st_lpips import StLpips
 
+SMALLEST = 11  # pixels in height and width: SSIM's window
 LUMA = np.array([0.2126, 0.7152, 0.0722], dtype=np.float64)  # ITU-R BT.709
 
 
@@ -21,6 +23,17 @@ def _checked(frames_FHWC: NDArray[np.uint8], name: str) -> NDArray[np.uint8]:
     if frames_FHWC.ndim != 4 or frames_FHWC.shape[-1] != 3 or frames_FHWC.dtype != np.uint8:
         raise DataError(f"{name} has shape {frames_FHWC.shape} and dtype {frames_FHWC.dtype}; legal: (frames, height, width, 3) of uint8")
     return frames_FHWC
+
+
+def check_sizes(sizes: Iterable[tuple[int, int]]) -> None:
+    """Requires that videos of these sizes (height, width) can be compared.
+
+    Raises:
+        ConfigError: one is smaller than SSIM's window.
+    """
+    for height, width in sizes:
+        size = f"{height}x{width}"
+        require(min(height, width) >= SMALLEST, "sampling: height x width", size, f"{SMALLEST} or more of each, for videos that are compared")
 
 
 def flicker(frames_FHWC: NDArray[np.uint8]) -> float | None:
@@ -59,7 +72,7 @@ def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8], 
         `st_lpips_max`: over all frames.
 
     Raises:
-        DataError: shapes differ, or aren't those of two videos.
+        DataError: shapes differ, or aren't those of two videos. ConfigError: they are too small.
     """
     from skimage.metrics import peak_signal_noise_ratio, structural_similarity
 
@@ -67,6 +80,7 @@ def fidelity(reference_FHWC: NDArray[np.uint8], frames_FHWC: NDArray[np.uint8], 
     _checked(frames_FHWC, "the video")
     if reference_FHWC.shape != frames_FHWC.shape:
         raise DataError(f"videos of shapes {reference_FHWC.shape} and {frames_FHWC.shape} can't be compared; legal: equal shapes")
+    check_sizes([(frames_FHWC.shape[1], frames_FHWC.shape[2])])
     psnr: list[float | None] = []
     ssim: list[float] = []
     for a_HWC, b_HWC in zip(reference_FHWC, frames_FHWC, strict=True):

@@ -62,7 +62,9 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
         return batch.plan(config)
     check_ours(Path(config.out), batch.MARK, COMMAND)
     folders = {name: batch.plan(folder) for name, folder in _folders(config).items()}
-    st_lpips.load(config.st_lpips, [(size["height"], size["width"]) for size in next(iter(folders.values()))["sizes"]])
+    sizes = [(size["height"], size["width"]) for size in next(iter(folders.values()))["sizes"]]
+    fidelity.check_sizes(sizes)
+    st_lpips.load(config.st_lpips, sizes)
     return {"folders": folders}
 
 
