@@ -175,12 +175,23 @@ def test_resume_never_refuses_to_overwrite(make: Any, whole_run: Path, tmp_path:
     assert times() == before
 
 
+@pytest.mark.parametrize(
+    ("resume", "told"), [("latest", "the same command continues"), ("never", "train.resume=latest, instead of never, continues")]
+)
+def test_a_stopped_run_says_what_continues_it(
+    make: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], resume: str, told: str
+) -> None:
+    stop_at(monkeypatch, 1)
+    assert train(make("run", train__steps=2, train__resume=resume))["exit_code"] == 75
+    assert f"SIGTERM: step 1 is done and saved; {told} from there" in capsys.readouterr().err
+
+
 def test_resume_from_a_path_into_another_folder(make: Any, whole_run: Path, tmp_path: Path) -> None:
     checkpoint = str(whole_run / "checkpoints/step-000007")
     config = make("branch", **RESUMED | {"train__steps": 8, "optimizer__schedule": "cosine"}, train__resume=checkpoint)
     assert train(config)["resumed_from"] == checkpoint
     assert [row["step"] for row in read_log(Path(config.out) / "log.jsonl")] == [8]
-    with pytest.raises(UserError, match="holds step-000008, which would be overwritten"):
+    with pytest.raises(UserError, match=r"holds step-000008, which would be overwritten; choose another out, or train.resume=latest"):
         train(config)
 
 

@@ -38,7 +38,8 @@ def choose_checkpoint(job: Job) -> Path | None:
         mine = chosen.resolve().parent == checkpoints.resolve()
         in_the_way = [path for path in present if not mine or state.step_of(path) > step]
         if in_the_way:
-            raise UserError(f"train.resume={resume!r}: {checkpoints} holds {in_the_way[-1].name}, which would be overwritten; choose another out")
+            held = f"{checkpoints} holds {in_the_way[-1].name}, which would be overwritten"
+            raise UserError(f"train.resume={resume!r}: {held}; choose another out, or train.resume=latest")
     if chosen is not None:
         state.check_resumable(chosen, state.read_meta(chosen), job.identity)
         say(f"resuming from {chosen}")

@@ -208,7 +208,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
         saver.finish()
         faults.settle(mesh)
     if stopped_by:
-        kept = "and saved; the same command continues from there" if loop.save_every else "and nothing is saved (train.save_every=0)"
+        again = "the same command" if loop.resume == "latest" else f"train.resume=latest, instead of {loop.resume},"
+        kept = f"and saved; {again} continues from there" if loop.save_every else "and nothing is saved (train.save_every=0)"
         say(f"{stopped_by.name}: step {step} is done {kept}")
     session["receipts"] = [receipt.to_dict() for receipt in receipts]
 
