@@ -112,6 +112,12 @@ def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceC
         kept = run(replace(config, out=str(tmp_path / "kept")))
     assert begun == []
     assert [row["name"] for row in kept["rows"]] == [row["name"] for row in told["rows"]]
+    assert [training["grad_norm"] for training in kept["trainings"]] == [[], []]
+    shutil.copy(Path(config.out) / "evidence.json", tmp_path / "kept")  # and what had been gathered, with logs that are gone
+    with in_this_process():
+        kept = run(replace(config, out=str(tmp_path / "kept")))
+    assert kept["trainings"] == again["trainings"]
+    assert [len(training["grad_norm"]) for training in kept["trainings"]] == [3, 3]
     assert [row["clip_losses"] for row in again["rows"]] == [row["clip_losses"] for row in told["rows"]]
 
 

@@ -342,10 +342,13 @@ def gather(config: EvidenceConfig) -> dict[str, Any]:
 
     Returns:
         JSON-able: `rows` (name, training, seed and what `measure` found, without its configuration; those that are there), `trainings` (name, recipe,
-        steps, lr, settings, seed; `step` and `loss` of every tenth step; `grad_norm` of every step that was logged), `config`, `provenance`. Numbers
-        have seven digits.
+        steps, lr, settings, seed; `step` and `loss` of every tenth step; `grad_norm` of every step that was logged; where the log is gone, as they
+        were gathered before), `config`, `provenance`. Numbers have seven digits.
     """
     rows, trainings = [], []
+    before = Path(config.out) / "evidence.json"
+    known = json.loads(before.read_text())["trainings"] if before.is_file() else []
+    gathered = {(one["name"], one["seed"]): one for one in known}
     for row, seed in wanted(config):
         result = _row_folder(config, row.name, seed) / RESULT
         if result.is_file():
@@ -354,6 +357,9 @@ def gather(config: EvidenceConfig) -> dict[str, Any]:
     for training in config.trainings:
         for seed in config.seeds:
             log = read_log(_training_folder(config, training.name, seed) / "run" / "log.jsonl")
+            if not log and (training.name, seed) in gathered:
+                trainings.append(gathered[training.name, seed])
+                continue
             tenth = [entry for entry in log if entry["step"] % 10 == 0 or entry["step"] == 1]
             about = {key: getattr(training, key) for key in ("name", "recipe", "steps", "lr", "settings")}
             about |= {"seed": seed} | {key: [entry[key] for entry in tenth] for key in ("step", "loss")}
