@@ -166,10 +166,11 @@ class Jobs:
         with self.write.begin() as connection:
             return connection.execute(_back(and_(*_held(lease)), crashed=False, retries=self.retries).returning(videos.c.status)).scalar()
 
-    def reap(self, worker: str | None = None) -> list[Ended]:
-        """Takes videos from workers that are dead: from `worker`, or without it from all whose leases have run out. Each waits again, or fails."""
+    def reap(self, worker: str | None = None, *, crashed: bool = True) -> list[Ended]:
+        """Takes videos from workers that are dead: from `worker`, or without it from all whose leases have run out. Each waits again, or fails; where
+        the worker has not `crashed`, but was ended by whoever had started it, that doesn't count against the video (as in `release`)."""
         dead = videos.c.lease_until < now() if worker is None else videos.c.worker == worker
-        back = _back(and_(videos.c.status == "in_progress", dead), crashed=True, retries=self.retries)
+        back = _back(and_(videos.c.status == "in_progress", dead), crashed=crashed, retries=self.retries)
         with self.write.begin() as connection:
             return [Ended(*row) for row in connection.execute(back.returning(videos.c.id, videos.c.status)).all()]
 

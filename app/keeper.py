@@ -65,9 +65,9 @@ class Keeper:
                     say(f"keeper: {duty.__name__}: {type(error).__name__}: {error}")
             self._stopping.wait(EVERY_S)
 
-    def reap(self, worker: str | None = None) -> None:
-        """Videos of dead workers, or of one that is known to be dead, wait again, or fail."""
-        for ended in self.jobs.reap(worker):
+    def reap(self, worker: str | None = None, *, crashed: bool = True) -> None:
+        """Videos of dead workers, or of one that is known to be dead, wait again, or fail; see `Jobs.reap`."""
+        for ended in self.jobs.reap(worker, crashed=crashed):
             say(f"{ended.id}: its worker is gone; it is {ended.status} now")
         if worker is not None:
             self.jobs.unregister(worker)

@@ -86,7 +86,7 @@ def _devices(config: ServeConfig) -> list[str]:
 class _Crew:
     """The worker processes of one server: each is started again when it ends, and its video taken from it at once."""
 
-    def __init__(self, config: ServeConfig, devices: list[str], reap: Callable[[str], None]) -> None:
+    def __init__(self, config: ServeConfig, devices: list[str], reap: Callable[..., None]) -> None:
         self.config, self.reap = config, reap
         self._context = get_context("spawn")
         self._stopping = threading.Event()
@@ -129,7 +129,8 @@ class _Crew:
         theirs.close()
         while not self._stopping.is_set() and not connection.wait([process.sentinel], timeout=0.2):
             pass
-        if process.is_alive():
+        told = process.is_alive()  # to stop: if its step takes too long, it is us who end it, which is no crash
+        if told:
             with contextlib.suppress(OSError):
                 ours.send("stop")
             _end(process)
@@ -137,7 +138,7 @@ class _Crew:
         if process.exitcode:
             say(f"worker {identity} ended with exit code {process.exitcode}")
         with contextlib.suppress(Exception):  # a database that is away: its lease runs out
-            self.reap(identity)
+            self.reap(identity, crashed=not told)
 
 
 def _worker_process(config: ServiceConfig, identity: str, parent: Any) -> None:

@@ -89,6 +89,7 @@ class Worker:
         self.jobs = Jobs(open_database(config.database_url()), config.retries, config.lease_s)
         self.queue = Queue(config.queue_url(), self.make)
         self.stopping = threading.Event()
+        self._ended = threading.Event()
         self.broken = False  # whether the device, or the group, is beyond use
         self._lost: WorkerLost | None = None
         self._parent = parent
@@ -128,7 +129,7 @@ class Worker:
             if self._lost is not None:
                 raise self._lost
         finally:
-            self.stopping.set()
+            self._ended.set()
             beats.join(timeout=5)
             self.jobs.unregister(self.identity)
 
@@ -251,8 +252,8 @@ class Worker:
             raise GenerationCancelled
 
     def _beat(self) -> None:
-        """The second thread: signs of life, and listening for the end."""
-        while not self.stopping.is_set():
+        """The second thread: signs of life, also while the last step before a stop takes long, and listening for the end."""
+        while not self._ended.is_set():
             try:
                 self.jobs.alive(self.identity, self._state, self._resident())
                 lease = self._lease
@@ -260,8 +261,8 @@ class Worker:
                     self._unwanted = lease
             except SQLAlchemyError as error:
                 say(f"worker {self.identity}: the database doesn't answer: {error}")
-            if self._parent is None:
-                self.stopping.wait(self.config.lease_s / BEATS_PER_LEASE)
+            if self._parent is None or self.stopping.is_set():
+                self._ended.wait(self.config.lease_s / BEATS_PER_LEASE)
             elif self._parent.poll(self.config.lease_s / BEATS_PER_LEASE):
                 self.stopping.set()
 
