@@ -47,7 +47,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ended:
-    """A video that somebody other than its worker has ended or sent back."""
+    """A video whose state has changed, and its new one."""
 
     id: str
     status: str
@@ -109,7 +109,7 @@ class Jobs:
     def cancel(self, video: str) -> str | None:
         """Ends a waiting video at once, and has the worker of one in progress end it. Returns the status after that; None: there is no such video."""
         with self.write.begin() as connection:
-            connection.execute(_end(videos.c.id == video, videos.c.status == "queued", status="cancelled"))
+            _changed(connection, _end(videos.c.id == video, videos.c.status == "queued", status="cancelled"))
             connection.execute(update(videos).where(videos.c.id == video, videos.c.status == "in_progress").values(cancel_requested=True))
             return connection.execute(select(videos.c.status).where(videos.c.id == video)).scalar()
 
@@ -153,18 +153,26 @@ class Jobs:
 
     def complete(self, lease: str, file: str, result: Row, sums: Sequence[Sum] = ()) -> bool:
         """The video is there, in `file`; `sums` are added if so. False: it isn't wanted any more (and the file is to be removed)."""
-        return self._changed(_end(*_held(lease), videos.c.cancel_requested.is_(False), status="completed", file=file, result=result), sums)
+        done = _end(*_held(lease), videos.c.cancel_requested.is_(False), status="completed", file=file, result=result)
+        with self.write.begin() as connection:
+            if not _changed(connection, done):
+                return False
+            _add(connection, sums)
+            return True
 
-    def fail(self, lease: str, code: str, message: str, sums: Sequence[Sum] = ()) -> bool:
+    def fail(self, lease: str, code: str, message: str) -> bool:
         """The video can't be made, or is cancelled if that was asked for. False: it isn't wanted any more."""
         wanted = videos.c.cancel_requested.is_(False)
         status = case((wanted, "failed"), else_="cancelled")
-        return self._changed(_end(*_held(lease), status=status, error_code=case((wanted, code)), error_message=case((wanted, message))), sums)
+        failed = _end(*_held(lease), status=status, error_code=case((wanted, code)), error_message=case((wanted, message)))
+        with self.write.begin() as connection:
+            return bool(_changed(connection, failed))
 
     def release(self, lease: str) -> str | None:
         """The worker stops without having finished: the video waits again, or ends if that was asked for. Returns which; None: its lease is gone."""
         with self.write.begin() as connection:
-            return connection.execute(_back(and_(*_held(lease)), crashed=False, retries=self.retries).returning(videos.c.status)).scalar()
+            found = _changed(connection, _back(and_(*_held(lease)), crashed=False, retries=self.retries))
+            return found[0].status if found else None
 
     def reap(self, worker: str | None = None, *, crashed: bool = True) -> list[Ended]:
         """Takes videos from workers that are dead: from `worker`, or without it from all whose leases have run out. Each waits again, or fails; where
@@ -172,14 +180,7 @@ class Jobs:
         dead = videos.c.lease_until < now() if worker is None else videos.c.worker == worker
         back = _back(and_(videos.c.status == "in_progress", dead), crashed=crashed, retries=self.retries)
         with self.write.begin() as connection:
-            return [Ended(*row) for row in connection.execute(back.returning(videos.c.id, videos.c.status)).all()]
-
-    def _changed(self, change: Update, sums: Sequence[Sum]) -> bool:
-        with self.write.begin() as connection:
-            changed = connection.execute(change).rowcount == 1
-            if changed:
-                _add(connection, sums)
-            return changed
+            return _changed(connection, back)
 
     # Who works
 
@@ -260,6 +261,16 @@ class Jobs:
         """Every sum that only grows."""
         with self.engine.begin() as connection:
             return [(row.name, row.labels, row.value) for row in connection.execute(select(totals))]
+
+
+def _changed(connection: Connection, change: Update) -> list[Ended]:
+    """Makes a change. Returns the videos that it has met; those that have come to their end with it, however that is, are counted for /metrics."""
+    found = connection.execute(change.returning(videos.c.id, videos.c.status, videos.c.model, videos.c.attention)).all()
+    ended = sorted(
+        f"{row.model}\t{row.attention}\t{row.status}" for row in found if row.status in ENDED
+    )  # sorted: else two could wait for each other
+    _add(connection, [("videos", labels, 1.0) for labels in ended])
+    return [Ended(row.id, row.status) for row in found]
 
 
 def _add(connection: Connection, sums: Sequence[Sum]) -> None:

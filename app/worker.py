@@ -225,7 +225,7 @@ class Worker:
         """Tells the database, also one that is away for a moment: the video is there, and took long."""
         for pause_s in (1.0, 2.0, 4.0, 0.0):
             try:
-                wanted = self.jobs.complete(row["lease"], out.name, result, _sums(row, "completed", result))
+                wanted = self.jobs.complete(row["lease"], out.name, result, _sums(row, result))
                 break
             except SQLAlchemyError:
                 if not pause_s:
@@ -236,7 +236,7 @@ class Worker:
 
     def _fail(self, row: Row, code: str, message: str) -> None:
         told = self.catalogue.hide_paths(" ".join(message.split()))[:2000]
-        self.jobs.fail(row["lease"], code, told, _sums(row, "failed", {}))
+        self.jobs.fail(row["lease"], code, told)
 
     def _report(self, stage: str, step: int) -> None:
         """Between steps: progress to the database, and from it whether to go on."""
@@ -285,14 +285,10 @@ class Worker:
             warm_up(engine, model.sampling, recipes)
 
 
-def _sums(row: Row, outcome: str, result: Row) -> list[tuple[str, str, float]]:
-    """What one video adds to the sums of /metrics: (name, labels, value)."""
+def _sums(row: Row, result: Row) -> list[tuple[str, str, float]]:
+    """What a completed video adds to the sums of /metrics besides itself: (name, labels, value)."""
     which = f"{row['model']}\t{row['attention']}"
-    sums = [("videos", f"{which}\t{outcome}", 1.0)]
-    for stage in ("text", "denoise", "vae", "encode", "total"):
-        if result:
-            sums += [("stage_seconds", f"{which}\t{stage}", result["timings"][f"{stage}_s"])]
-    return sums
+    return [("stage_seconds", f"{which}\t{stage}", result["timings"][f"{stage}_s"]) for stage in ("text", "denoise", "vae", "encode", "total")]
 
 
 def lock_device(device: torch.device) -> DeviceLock | None:

@@ -53,6 +53,11 @@ def claimed(jobs: Jobs) -> tuple[str, str]:
     return video, row["lease"]
 
 
+def counted(outcome: str, count: int) -> tuple[str, str, float]:
+    """As /metrics finds it."""
+    return "videos", f"{ORDER.model}\t{ORDER.attention}\t{outcome}", float(count)
+
+
 def pass_time(jobs: Jobs, seconds: float) -> None:
     """As if so much more time had gone by since every sign of life."""
     with jobs.write.begin() as connection:
@@ -74,21 +79,21 @@ def test_a_video_from_queued_to_completed(jobs):
     assert (row["status"], row["worker"], row["prompt"], row["sampling"]) == ("in_progress", WORKER, ORDER.prompt, ORDER.sampling)
     assert jobs.report(row["lease"], stage="denoising", step=2)
     assert (jobs.get(video)["stage"], jobs.get(video)["step"]) == ("denoising", 2)
-    assert jobs.complete(row["lease"], "file.mp4", {"a": 1}, [("videos", "x", 1.0), ("videos", "x", 2.0)])
+    assert jobs.complete(row["lease"], "file.mp4", {"a": 1}, [("seconds", "x", 1.0), ("seconds", "x", 2.0)])
     after = jobs.get(video)
     assert (after["status"], after["file"], after["result"], after["lease"], after["stage"]) == ("completed", "file.mp4", {"a": 1}, None, None)
     assert before["created_at"] <= after["started_at"] <= after["ended_at"] <= time.time() + 1
-    assert jobs.totals() == [("videos", "x", 3.0)]
+    assert sorted(jobs.totals()) == [("seconds", "x", 3.0), counted("completed", 1)]
 
 
 def test_what_comes_too_late_changes_nothing(jobs):
     video, lease = claimed(jobs)
     assert jobs.claim(video, "another") is None
     assert jobs.complete(lease, "file.mp4", {})
-    for late in (jobs.report(lease), jobs.complete(lease, "other.mp4", {}), jobs.fail(lease, "x", "x", [("videos", "x", 1.0)]), jobs.release(lease)):
+    for late in (jobs.report(lease), jobs.complete(lease, "other.mp4", {}), jobs.fail(lease, "x", "x"), jobs.release(lease)):
         assert not late
     assert jobs.cancel(video) == "completed"
-    assert (status(jobs, video), jobs.get(video)["file"], jobs.totals()) == ("completed", "file.mp4", [])
+    assert (status(jobs, video), jobs.get(video)["file"], jobs.totals()) == ("completed", "file.mp4", [counted("completed", 1)])
     assert jobs.claim("video_none", WORKER) is None
     assert jobs.cancel("video_none") is None
     assert jobs.delete("video_none") is None
@@ -168,6 +173,25 @@ def test_without_retries_a_dead_workers_video_fails(jobs):
     assert strict.reap(WORKER) == [Ended(video, "failed")]
 
 
+def test_every_end_is_counted_as_what_it_is(jobs):
+    """Whoever brings it about: also a video whose worker died, which that worker can't count, and one that failed when it was cancelled already."""
+    strict = Jobs(jobs.engine, retries=0, lease_s=LEASE_S)
+    claimed(strict)
+    strict.reap(WORKER)
+    _, lease = claimed(jobs)
+    jobs.fail(lease, "code", "message")
+    assert jobs.totals() == [counted("failed", 2)]
+    jobs.cancel(submit(jobs))
+    for end in (lambda lease: jobs.fail(lease, "code", "message"), jobs.release, lambda _: jobs.reap(WORKER)):
+        video, lease = claimed(jobs)
+        jobs.cancel(video)
+        end(lease)
+    assert sorted(jobs.totals()) == [counted("cancelled", 4), counted("failed", 2)]
+    _, lease = claimed(jobs)
+    assert jobs.release(lease) == "queued"  # which is no end
+    assert sorted(jobs.totals()) == [counted("cancelled", 4), counted("failed", 2)]
+
+
 def test_deleting_in_every_state(jobs):
     waiting = submit(jobs)
     assert jobs.delete(waiting) == {"id": waiting, "file": None, "comparison_id": None}
@@ -200,10 +224,10 @@ def test_of_many_at_once_one_succeeds(jobs):
         rows = at_once(8, lambda n, video=video: jobs.claim(video, f"worker{n}"))
         (winner,) = [row for row in rows if row]
         assert jobs.get(video)["lease"] == winner["lease"]
-        outcomes = at_once(4, lambda n, lease=winner["lease"]: jobs.complete(lease, f"file{n}", {}, [("videos", "x", 1.0)]))
+        outcomes = at_once(4, lambda n, lease=winner["lease"]: jobs.complete(lease, f"file{n}", {}, [("seconds", "x", 1.0)]))
         assert sorted(outcomes) == [False, False, False, True]
         assert sorted(row is not None for row in at_once(4, lambda _, video=video: jobs.delete(video))) == [False, False, False, True]
-    assert jobs.totals() == [("videos", "x", 5.0)]
+    assert sorted(jobs.totals()) == [("seconds", "x", 5.0), counted("completed", 5)]
 
 
 def test_the_queues_limit_holds_with_many_at_once(jobs):
