@@ -143,6 +143,13 @@ def test_dry_runs_load_no_weights_and_write_nothing(
     assert tree(tmp_path) == before
 
 
+@pytest.mark.parametrize("words", [["forward"], ["generation"], ["training", "work=bench-work"]])
+def test_a_dry_run_refuses_the_model_that_the_run_would_refuse(words: list[str], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(run("bench", *words, "model=wan3", "--dry-run"), f"bench {words[0]}", "model='wan3' is not legal; legal: wan2.1-t2v-1.3b")
+    assert tree(tmp_path) == {}
+
+
 def test_settings_may_stand_before_between_and_behind_options(run: Run, tmp_path: Path):
     (tmp_path / "mine.yaml").write_text("num_clips: 2\nsize: 32\n")
     words = ["num_clips=3", f"out={tmp_path / 'a'}", "--config", tmp_path / "mine.yaml", "num_clips=4", "--dry-run", "fps=8", "--json", "-"]

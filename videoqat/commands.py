@@ -150,18 +150,21 @@ COMMANDS: dict[str, Command] = {
         "videoqat.models.bench:bench_forward",
         "time one forward of a model of published size with random weights, beside plain diffusers; the error of each quantised layer",
         "videoqat bench forward model=cogvideox-2b 'recipes=[bf16,attn_qat]' --json forward.json",
+        "videoqat.models.bench:plan",
     ),
     "bench generation": Command(
         cfg.BenchGenerationConfig,
         "videoqat.generation.bench:bench_generation",
         "time the stages of whole videos by a Wan of published size with random weights, by recipe, beside plain diffusers",
         "videoqat bench generation model=wan2.1-t2v-1.3b 'recipes=[bf16,attn_qat]' --json generation.json",
+        "videoqat.generation.bench:plan",
     ),
     "bench training": Command(
         cfg.BenchTrainingConfig,
         "videoqat.training.bench:bench_training",
         "time training steps of a model of published size with random weights, by layout and recipe, beside plain diffusers",
         "videoqat bench training work=bench-work 'layouts=[1x1x1]' --json training.json",
+        "videoqat.training.bench:plan",
     ),
     "doctor": Command(
         cfg.DoctorConfig,

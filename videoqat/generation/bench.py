@@ -34,6 +34,33 @@ UMT5_XXL = {"d_model": 4096, "d_kv": 64, "d_ff": 10240, "num_layers": 24, "num_h
 SMALL_UMT5 = {"d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 512}
 
 
+def plan(config: BenchGenerationConfig) -> dict[str, Any]:
+    """What would be timed: `size`, of `num_tokens`.
+
+    Raises:
+        UserError: whatever `bench_generation` refuses before it draws weights.
+    """
+    wans = [
+        name
+        for name, one in published().items()
+        if one.pipeline == "WanPipeline" and len(one.components) == 1 and not one.index.get("expand_timesteps")
+    ]
+    choice("model", config.model, wans)
+    config.runtime.resolve()
+    with tempfile.TemporaryDirectory() as work:
+        sampling = _sampling(config)
+        size = check_sampling(write_folder(Path(work) / "model", config.model), sampling)
+    return {"size": f"{sampling.num_frames}x{sampling.height}x{sampling.width}", "num_tokens": size["num_tokens"]}
+
+
+def _sampling(config: BenchGenerationConfig) -> SamplingConfig:
+    frames, height, width = parse_bucket("size", config.size or published()[config.model].size)
+    steps, scale = config.num_inference_steps, config.guidance_scale
+    sampling = SamplingConfig(num_frames=frames, height=height, width=width, num_inference_steps=steps, guidance_scale=scale)
+    sampling.validate()
+    return sampling
+
+
 def bench_generation(config: BenchGenerationConfig) -> dict[str, Any]:
     """Times of the stages of a video by `config.model`, for plain diffusers and each recipe.
 
@@ -45,25 +72,10 @@ def bench_generation(config: BenchGenerationConfig) -> dict[str, Any]:
     Raises:
         UserError: an unknown model or one that isn't a text-to-video Wan with one transformer, a size that it can't have, or a recipe that can't run.
     """
-    wans = [
-        name
-        for name, one in published().items()
-        if one.pipeline == "WanPipeline" and len(one.components) == 1 and not one.index.get("expand_timesteps")
-    ]
-    choice("model", config.model, wans)
-    frames, height, width = parse_bucket("size", config.size or published()[config.model].size)
-    sampling = SamplingConfig(
-        num_frames=frames,
-        height=height,
-        width=width,
-        num_inference_steps=config.num_inference_steps,
-        guidance_scale=config.guidance_scale,
-    )
-    sampling.validate()
+    planned, sampling = plan(config), _sampling(config)
     device, dtype = config.runtime.resolve()
     with tempfile.TemporaryDirectory() as work:
         folder = write_folder(Path(work) / "model", config.model)
-        size = check_sampling(folder, sampling)
         say(f"{config.model}: drawing weights on {device}")
         engine = Engine(folder, config.runtime, _pipeline(folder, device, dtype, config.seed))
         names = [STOCK, *config.recipes]
@@ -95,8 +107,7 @@ def bench_generation(config: BenchGenerationConfig) -> dict[str, Any]:
         "config": to_dict(config),
         "provenance": provenance(str(device)),
         "dtype": str(dtype).removeprefix("torch."),
-        "size": f"{frames}x{height}x{width}",
-        "num_tokens": size["num_tokens"],
+        **planned,
         "contenders": list(found.values()),
     }
 

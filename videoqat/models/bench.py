@@ -39,6 +39,22 @@ EXACT_ROWS = 128
 STOCK = "diffusers"
 
 
+def plan(config: BenchForwardConfig) -> dict[str, Any]:
+    """What would be timed: `size` and `num_tokens`.
+
+    Raises:
+        UserError: whatever `bench_forward` refuses before it draws weights.
+    """
+    choice("model", config.model, published())
+    config.runtime.resolve()
+    size = parse_bucket("size", config.size or published()[config.model].size)
+    with tempfile.TemporaryDirectory() as work:
+        folder = write_folder(Path(work) / "model", config.model)
+        geometry = family_of(folder).geometry(folder)
+    geometry.check_size("size", *size)
+    return {"size": "x".join(map(str, size)), "num_tokens": geometry.num_tokens(*size)}
+
+
 def bench_forward(config: BenchForwardConfig) -> dict[str, Any]:
     """Times, memory and errors of the model `config.model`.
 
@@ -52,15 +68,14 @@ def bench_forward(config: BenchForwardConfig) -> dict[str, Any]:
     Raises:
         UserError: an unknown model, a size that it can't have, or a recipe that can't run on this device.
     """
-    choice("model", config.model, published())
+    planned = plan(config)
     device, dtype = config.runtime.resolve()
-    size = parse_bucket("size", config.size or published()[config.model].size)
+    size = parse_bucket("size", planned["size"])
     recipes = [get_recipe(name) for name in config.recipes]
     with tempfile.TemporaryDirectory() as work, torch.no_grad():
         folder = write_folder(Path(work) / "model", config.model)
         family = family_of(folder)
         geometry = family.geometry(folder)
-        geometry.check_size("size", *size)
         say(f"{config.model}: drawing weights on {device}")
         transformer = random_transformer(folder, "transformer", device, dtype, config.seed)
         generator = torch.Generator(device).manual_seed(config.seed)
@@ -83,8 +98,7 @@ def bench_forward(config: BenchForwardConfig) -> dict[str, Any]:
         "config": to_dict(config),
         "provenance": provenance(str(device)),
         "dtype": str(dtype).removeprefix("torch."),
-        "size": "x".join(map(str, size)),
-        "num_tokens": geometry.num_tokens(*size),
+        **planned,
         "text_tokens": text_tokens,
         "parameters": sum(p.numel() for p in weights),
         "weight_bytes": sum(p.numel() * p.element_size() for p in weights),

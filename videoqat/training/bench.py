@@ -130,6 +130,21 @@ def _resumed(config: BenchTrainingConfig, first: dict[str, Any]) -> dict[str, An
     return {"from": first["run"], "onto": config.resume_onto, "losses": losses, "loss_difference": difference}
 
 
+def plan(config: BenchTrainingConfig) -> dict[str, Any]:
+    """The `cases` that would be timed.
+
+    Raises:
+        UserError: a model that isn't known, fewer GPUs than a layout asks for.
+    """
+    choice("model", config.model, published())
+    device, _ = config.runtime.resolve()
+    for key, layout in [*(("layouts", layout) for layout in config.layouts), *([("resume_onto", config.resume_onto)] if config.resume_onto else [])]:
+        wanted = math.prod(_layout(layout))
+        there = torch.cuda.device_count() if device.type == "cuda" else wanted
+        require(wanted <= there, key, layout, f"layouts of at most {there} processes, one for each GPU here")
+    return {"cases": [f"{layout}-{recipe}-{mode}" for layout in config.layouts for mode in config.checkpointing for recipe in config.recipes]}
+
+
 def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
     """Runs all cases and returns their numbers.
 
@@ -141,12 +156,8 @@ def bench_training(config: BenchTrainingConfig) -> dict[str, Any]:
     Raises:
         UserError: a model that isn't known, fewer GPUs than a layout asks for, or a case that failed.
     """
-    choice("model", config.model, published())
+    plan(config)
     device, _ = config.runtime.resolve()
-    for layout in [*config.layouts, *([config.resume_onto] if config.resume_onto else [])]:
-        wanted = math.prod(_layout(layout))
-        there = torch.cuda.device_count() if device.type == "cuda" else wanted
-        require(wanted <= there, "layouts", layout, f"layouts of at most {there} processes, one for each GPU here")
     work = writable_folder("work", config.work)
     write_folder(work / "model", config.model, random_on=str(device))
     samples = 4 * config.batch_size * max(math.prod(_layout(layout)[:2]) for layout in config.layouts)
