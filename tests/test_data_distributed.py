@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from helpers.ranks import outcomes, run_ranks
 from helpers.videos import gradient_frames
 
 from videoqat.config import ModelConfig, PreprocessConfig, RuntimeConfig
-from videoqat.data import precompute
+from videoqat.data import precompute, shards
 from videoqat.data.clips import write_video
 from videoqat.data.dataset import CachedVideos
 from videoqat.data.precompute import preprocess
@@ -139,6 +140,28 @@ def test_a_killed_process_leaves_what_others_go_on_with(config: PreprocessConfig
     alone = config_for(tiny_pipeline, source, tmp_path / "alone")
     preprocess(alone)
     assert_same_cache(alone.out, config.out)
+
+
+def slow_to_remove(config: PreprocessConfig, damaged: Path) -> dict:
+    """Rank 1 sees that a shard is damaged, and takes its time: until the other one has made it anew, if it does."""
+    size = damaged.stat().st_size
+
+    def take_time(message: str) -> None:
+        deadline = time.monotonic() + 4
+        while time.monotonic() < deadline and not (damaged.is_file() and damaged.stat().st_size != size):
+            time.sleep(0.05)
+
+    if os.environ["RANK"] == "1":
+        shards.say = take_time
+    return preprocess(config)
+
+
+def test_a_shard_that_is_made_again_is_not_taken_for_the_damaged_one(config: PreprocessConfig):
+    preprocess(config)
+    damaged = Path(config.out) / json.loads((Path(config.out) / "index.json").read_text())["null_condition"]["shard"]
+    os.truncate(damaged, 100)
+    assert run_ranks(slow_to_remove, 2, config, damaged)[0]["samples"] == 6
+    assert CachedVideos(config.out).null_condition["text"].isfinite().all()
 
 
 def test_errors_reach_every_process(config: PreprocessConfig, source: Path):

@@ -220,6 +220,7 @@ def _make_samples(
         ShardStore.clean(Path(config.out))
     mesh.barrier()
     store = ShardStore(Path(config.out), config.shard_samples)
+    mesh.barrier()  # nobody writes before all have removed what is damaged: made anew it has the same name, and a late one would remove that
     made = _Made({}, {}, 0, encode.cut_captions)
     null_key = _null_key(settings_key)
     if mesh.rank == 0 and null_key not in store.shard_of:
