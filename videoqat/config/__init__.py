@@ -3,7 +3,7 @@
 `load(TrainConfig, "train/tiny", ["optimizer.lr=1e-4"])` merges, in this order: the dataclass's defaults, the files that FILE includes
 (`include: [model/tiny.yaml]`, relative to the file or to `configs/`), FILE itself, and the `key=value` overrides. An unknown key, a value of
 the wrong type or an illegal value raises `ConfigError` with the key, the value and what is legal, before anything is loaded.
-No environment variable is read.
+No environment variable is read, unless a file or an override asks for one by name (OmegaConf's `${oc.env:NAME}`).
 """
 
 from videoqat.config.attention_only import CompareAttentionConfig
