@@ -26,6 +26,7 @@ from videoqat.config import ServeConfig
 from videoqat.console import say
 
 RETRY_AFTER_S = 10
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 Id = Annotated[str, Query(max_length=64)]
 Limit = Annotated[int, Query(ge=1, le=100)]
 Order = Literal["asc", "desc"]
@@ -314,7 +315,7 @@ def _operation(service: Service, metrics: Metrics) -> APIRouter:
 
 
 class _Measured:
-    """Counts and times requests by route, not by path: ids would make endlessly many."""
+    """Counts and times requests by route, not by path, and by methods that there are: else whoever asks could make endlessly many."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self.app, self.metrics = app, metrics
@@ -336,5 +337,6 @@ class _Measured:
             await self.app(scope, receive, watch)
         finally:
             route = getattr(scope.get("route"), "path", "other")
-            self.metrics.requests.labels(scope["method"], route, str(status)).inc()
-            self.metrics.seconds.labels(scope["method"], route).observe(time.perf_counter() - started)
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.metrics.requests.labels(method, route, str(status)).inc()
+            self.metrics.seconds.labels(method, route).observe(time.perf_counter() - started)

@@ -358,6 +358,8 @@ def test_health_readiness_and_metrics(http, service):
     text = http.get("/metrics").text
     assert 'videoqat_videos_stored{status="queued"} 1.0' in text
     assert 'videoqat_workers{state="ready"} 1.0' in text
+    http.request("MADE-UP", "/v1/videos")
+    assert "MADE-UP" not in http.get("/metrics").text, "anybody could fill the memory with series"
     pattern = r'videoqat_requests_total\{method="POST",route="/v1/videos",status="200"\} (\d+)'
     assert float(re.search(pattern, text)[1]) == float((re.search(pattern, before) or [0, 0])[1]) + 1
 
