@@ -123,6 +123,19 @@ class Page(html.parser.HTMLParser):
             self.text += data
 
 
+def test_every_scene_is_shown_also_where_prompt_and_seed_are_those_of_another(tmp_path):
+    """As of two pictures that are told the same."""
+    report = make_report(tmp_path)
+    for record in report["videos"]:
+        record["seed"] = 0
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    found = [attributes["src"] for tag, attributes in page.tags if tag == "video"]
+    shown = [record["file"] for record in report["videos"] if not record["repeat"]]
+    assert found == ["data:video/mp4;base64," + base64.b64encode((tmp_path / file).read_bytes()).decode() for file in shown]
+    assert "after an untimed warm-up" in page.text
+
+
 @pytest.fixture
 def page(tmp_path):
     make_report(tmp_path)

@@ -105,6 +105,8 @@ def test_compare_renders_the_same_seeds_by_each_recipe_and_reports(config, tmp_p
     page = (tmp_path / "out" / "report.html").read_text()
     assert page.count("<video") == 4
     assert "as they are in the mp4 files" in page
+    assert "after an untimed warm-up" not in page
+    assert "warm_up=true" in page
     # The same command again has nothing to do, and a video that fails under one recipe is left out of the report.
     engine_calls.clear()
     assert pairs.generate(config)["exit_code"] == 0

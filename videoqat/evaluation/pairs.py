@@ -139,7 +139,12 @@ def _report(config: GenerateConfig, folders: dict[str, GenerateConfig], found: l
         "st_lpips": about,
         "videos": videos,
         "frames": "as they are in the mp4 files",
-        "settings": {"sampling": to_dict(config.sampling), "dtype": videos[0]["dtype"], "parallel": to_dict(config.parallel)},
+        "settings": {
+            "sampling": to_dict(config.sampling),
+            "dtype": videos[0]["dtype"],
+            "parallel": to_dict(config.parallel),
+            "warm_up": config.warm_up,
+        },
         "provenance": provenance(str(config.runtime.resolve()[0])),
         "commits": sorted({video["commit"] for video in videos}),
         "ranks": [mesh.world_size],

@@ -38,7 +38,7 @@ def _kernels(entry: dict[str, Any]) -> list[dict[str, Any]]:
     return own or entry["receipts"]
 
 
-def _plots(entries: list[dict[str, Any]]) -> list[dict[str, str]]:
+def _plots(entries: list[dict[str, Any]], warmed_up: bool) -> list[dict[str, str]]:
     """Title, SVG and explanation of every plot there is data for."""
     plots = []
     if entries[0]["validation"]:
@@ -57,24 +57,27 @@ def _plots(entries: list[dict[str, Any]]) -> list[dict[str, str]]:
     if any(entry["training"] and entry["training"]["health"] for entry in entries):
         note = "The same relative error while training; the line is the mean over layers, the band reaches from the best to the worst layer."
         plots.append({"title": "Quantisation error during training", "svg": charts.training_health(entries), "note": note})
-    plots.append({"title": "Latency", "svg": charts.latency(entries), "note": "Median over videos, after an untimed warm-up."})
+    warm_up = (
+        "after an untimed warm-up" if warmed_up else "the first of each recipe with whatever is done at first use (warm_up=true leaves that out)"
+    )
+    plots.append({"title": "Latency", "svg": charts.latency(entries), "note": f"Median over videos, {warm_up}."})
     return plots
 
 
 def _scenes(report: dict[str, Any], out: Path) -> list[dict[str, Any]]:
-    """One row of videos for each prompt and seed, in the entries' order."""
+    """One row of videos for each scene, in the entries' order. Every entry's videos are listed in the same order: two scenes may have prompt and seed
+    in common, and begin with other pictures or be of other sizes."""
     rows = []
-    shown = [video for video in report["videos"] if not video["repeat"]]
-    for prompt, seed in dict.fromkeys((video["prompt"], video["seed"]) for video in shown):
+    shown = [[video for video in report["videos"] if not video["repeat"] and video["entry"] == entry["name"]] for entry in report["entries"]]
+    for scene in zip(*shown, strict=True):
         videos = []
-        for index, entry in enumerate(report["entries"]):
-            match = [video for video in shown if (video["entry"], video["prompt"], video["seed"]) == (entry["name"], prompt, seed)]
-            path = out / match[0]["file"]
+        for index, video in enumerate(scene):
+            path = out / video["file"]
             if not path.is_file():
                 raise UserError(f"{path}, which {out / 'report.json'} lists, is not there; run the comparison again to render it")
             uri = "data:video/mp4;base64," + base64.b64encode(path.read_bytes()).decode()
-            videos.append({**match[0], "uri": uri, "colour": charts.colour(index)})
-        rows.append({"prompt": prompt, "seed": seed, "videos": videos})
+            videos.append({**video, "uri": uri, "colour": charts.colour(index)})
+        rows.append({"prompt": scene[0]["prompt"], "seed": scene[0]["seed"], "videos": videos})
     return rows
 
 
@@ -136,7 +139,7 @@ def render(report: dict[str, Any], out: Path) -> str:
         entries=[{**entry, "colour": charts.colour(i), "kernels": _kernels(entry)} for i, entry in enumerate(report["entries"])],
         sampling=sampling,
         pixelated=sampling["width"] <= SMALL_WIDTH,
-        plots=_plots(report["entries"]),
+        plots=_plots(report["entries"], report["settings"].get("warm_up", True)),  # compare always does
         scenes=_scenes(report, out),
         caveats=_caveats(report),
         warnings=list(dict.fromkeys(warning for entry in report["entries"] for warning in entry["warnings"])),
