@@ -26,7 +26,8 @@ DRY_RUN=1 launch/node.sh ... prints the commands and runs nothing.
 Which machine gets which rank is settled when they meet; there is no node rank to give.
 SIGUSR1, SIGTERM, SIGINT and SIGHUP let the running step finish and be saved. A second SIGINT (Ctrl-C) ends at once.
 
-exit codes: 0 trained to the end; 1 failed; 2 bad input (one line says what); 75 stopped by a signal, all saved, start again to continue
+exit codes: 0 trained to the end; 1 failed; 2 bad input (one line says what); 75 stopped by a signal, all saved, start again to continue;
+130 stopped by a signal, nothing saved (train.save_every=0, or asked twice)
 
 example, on each of two machines:
   launch/node.sh --hosts node-a,node-b -- --config train/wan2.1-1.3b model.path=/data/wan cache=/data/cache out=/data/run
@@ -256,6 +257,7 @@ case $code in
     0) ;;
     2) say "bad input (exit code 2): the line that begins with videoqat train, above torchrun's summary, says what" ;;
     75) say "saved; start the same command again to continue" ;;
+    130) say "stopped, and nothing was saved (train.save_every=0, or asked twice)" ;;
     *) say "failed (exit code $code): torchrun's summary names the rank that failed first; the same command continues from the last checkpoint" ;;
 esac
 exit "$code"

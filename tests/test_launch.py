@@ -245,6 +245,8 @@ def main(arguments):
     (folder / f"start-{rank}").write_text(json.dumps([sys.argv, arguments]))
     if "bad" in arguments:
         return 2
+    if "unsaved" in arguments:
+        return 130
     if "broken" in arguments:
         if rank == "1":
             raise RuntimeError("it broke")
@@ -305,11 +307,12 @@ def test_workers_do_not_outlive_a_torchrun_that_is_killed(desk: Desk, training: 
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("how", "code", "told"), [("bad", 2, "bad input"), ("broken", 1, "it broke")])
+@pytest.mark.parametrize(("how", "code", "told"), [("bad", 2, "bad input"), ("unsaved", 130, "nothing was saved"), ("broken", 1, "it broke")])
 def test_the_exit_code_of_the_training_gets_through(desk: Desk, training: Path, how: str, code: int, told: str):
     ended = desk.run("node.sh", "--no-preflight", "--processes", "2", "--", how)
     assert ended.returncode == code, ended.stderr
     assert told in ended.stderr
+    assert ("from the last checkpoint" in ended.stderr) == (how == "broken")
     if how == "broken":  # torchrun's summary has the traceback
         assert 'RuntimeError("it broke")' in ended.stderr.partition("Root Cause")[2]
 
