@@ -6,7 +6,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 from videoqat_kernels.triton_ops.attention import backward, coded_operands, forward
 
-from videoqat.attention import reference
+from videoqat.attention import attention, reference
 from videoqat.recipes import RECIPES, AttentionRecipe
 
 ON_GPU = torch.cuda.is_available()
@@ -115,6 +115,19 @@ def test_masks(num_queries, num_keys, kv_len, causal):
     for sample, length in enumerate(kv_len):
         assert not got[3][sample, length:].any()
         assert not got[4][sample, length:].any()
+
+
+@pytest.mark.parametrize("recipe", [ATTN_QAT, RECIPES["sagebwd"]], ids=lambda recipe: recipe.name)
+def test_key_lengths_of_any_strides(recipe):
+    q, k, v, grad_out = make(3, 20, 60, 1, 1, 32)
+    lengths = torch.tensor([50, 7, 20, 7, 33, 7], dtype=torch.int32, device=DEVICE)
+    for kv_len in (lengths[::2], lengths[:1].expand(3)):
+        results = []
+        for given in (kv_len, kv_len.contiguous()):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            out = attention(*leaves, recipe, kv_len=given, kernel="triton")
+            results.append((out, *torch.autograd.grad(out, leaves, grad_out)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 VARIANTS = {

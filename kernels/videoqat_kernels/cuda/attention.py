@@ -71,7 +71,7 @@ def forward(
     B, Nq, H, d = q_BNHd.shape
     Nk, H_kv = k_BNHd.shape[1:3]
     with _on(q_BNHd):
-        kv_len = None if kv_len_B is None else kv_len_B.to(torch.int32)
+        kv_len = _lengths(kv_len_B)
         x = quantise_inputs(product, q_BNHd, k_BNHd, v_BNHd, kv_len, recipe)
         result = _attend(product, x.q, x.kv, kv_len, (B, Nq, H, d), Nk, q_BNHd.dtype, recipe, scale, causal, x.parts)
         if x.mean_k is not None:  # what smoothing took from every logit of the row
@@ -102,7 +102,7 @@ def encode(product: str, x_BNHd: Tensor, lengths_B: Tensor | None, along_tokens:
     x_BNHd = _readable(x_BNHd)
     B, N, H, d = x_BNHd.shape
     with _on(x_BNHd):
-        lengths = None if lengths_B is None else lengths_B.to(torch.int32)
+        lengths = _lengths(lengths_B)
         kv = _empty_kv(B, H, N, d, x_BNHd.device)
         _quantize(product, "videoqat_quantize_v" if along_tokens else "videoqat_quantize_k", x_BNHd, kv, lengths, divisors, None, 0)
         codes, scales = unpack_v(kv[:, :, 1:, 1]) if along_tokens else unpack_k(kv[:, :, :-1, 0])
@@ -124,7 +124,7 @@ def forward_coded(
     B, H, Nq, _ = codes[0].shape
     H_kv, Nk = codes[2].shape[1:3]
     with _on(codes[0]):
-        kv_len = None if kv_len_B is None else kv_len_B.to(torch.int32)
+        kv_len = _lengths(kv_len_B)
         q = pack_q(*(_whole_tiles(x, Nq, 1) for x in codes[:2]))
         kv = _empty_kv(B, H_kv, Nk, head_dim, q.device)
         kv[:, :, :-1, 0] = pack_k(*(_whole_tiles(x, Nk, 1) for x in codes[2:4]))
@@ -228,6 +228,11 @@ def _whole_tiles(x_BHNc: Tensor, tokens: int, tokens_of_row: int) -> Tensor:
     """Rows of zeros behind, up to a multiple of 128 tokens."""
     rows = -(-tokens // TILE) * TILE // tokens_of_row
     return torch.nn.functional.pad(x_BHNc, (0, 0, 0, rows - x_BHNc.shape[2]))
+
+
+def _lengths(kv_len_B: Tensor | None) -> Tensor | None:
+    """As kernels read them: int32, side by side (a slice or an expanded number isn't)."""
+    return None if kv_len_B is None else kv_len_B.to(torch.int32).contiguous()
 
 
 def _pointer(x: Tensor | None) -> int | None:

@@ -320,7 +320,8 @@ def _rows(operand: Tensor, rows: int) -> TensorDescriptor:
 
 
 def _lengths(kv_len_B: Tensor | None, batch: int, tokens: int, device: torch.device) -> Tensor:
-    return torch.full((batch,), tokens, dtype=torch.int32, device=device) if kv_len_B is None else kv_len_B.to(torch.int32)
+    """As kernels read them: int32, side by side (a slice or an expanded number isn't)."""
+    return torch.full((batch,), tokens, dtype=torch.int32, device=device) if kv_len_B is None else kv_len_B.to(torch.int32).contiguous()
 
 
 def _quantised_q(q_BNHd: Tensor, recipe: Recipe, keep_codes: bool, mean: Tensor | None) -> tuple[Tensor, list[Tensor]]:
