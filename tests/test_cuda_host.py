@@ -127,7 +127,7 @@ def test_masks(causal):
         k[sample, length:] = float("nan")
         v[sample, length:] = float("nan")
     check(q, k, v, kv_len=torch.tensor(kv_len), causal=causal)
-    with_others_between = torch.tensor([kv_len, kv_len[::-1]], dtype=torch.int32).T[:, 0]
+    with_others_between = torch.tensor([kv_len, [7, 7, 7]], dtype=torch.int32).T.contiguous()[:, 0]
     check(q, k, v, kv_len=with_others_between, causal=causal)
 
 
