@@ -195,6 +195,16 @@ def test_resume_from_a_path_into_another_folder(make: Any, whole_run: Path, tmp_
         train(config)
 
 
+def test_the_result_is_of_the_last_step_whatever_was_logged_and_saved(make: Any) -> None:
+    full = read_log(Path(train(make("full"))["run"]) / "log.jsonl")
+    sparse = {"train__log_every": 100, "train__save_every": 0}
+    result = train(make("sparse", **sparse))
+    assert (result["steps"], result["last_loss"], result["checkpoints"]) == (4, full[3]["loss"], [])
+    train(make("resumed", train__steps=2))
+    result = train(make("resumed", **sparse))
+    assert (result["steps"], result["last_loss"]) == (4, full[3]["loss"])
+
+
 def test_two_trainings_do_not_share_a_folder(make: Any) -> None:
     config = make("run")
     Path(config.out).mkdir()

@@ -127,7 +127,8 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
             if mesh.rank == 0:
                 stack.enter_context(only_run(writable_folder("out", out)))
         chosen = agreed_checkpoint(job, mesh)
-        first = (state.read_meta(chosen)["step"] if chosen else 0) + 1
+        last: dict[str, Any] = state.read_meta(chosen) if chosen else {"step": 0}
+        first = last["step"] + 1
         if first > loop.steps:
             say(f"{chosen} has all of train.steps={loop.steps} already; nothing is left to train")
         looks = Looks(job, mesh, held_out)
@@ -187,6 +188,7 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
                 health = looks.health(step)
                 with _traced(job, mesh, step, first) as communication:
                     taken = take_step(run, step)
+                last = taken.row
                 rows.put(taken, health | communication)
                 stopped_by = taken.stop if step < loop.steps else None
                 if looks.due(step) and not stopped_by:
@@ -215,7 +217,7 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
 
     def summary() -> dict[str, Any]:
         _write_provenance(job, out, [*earlier, session])
-        return _summary(out, chosen, session)
+        return _summary(out, last, session)
 
     with collective_errors("the end"):
         result = mesh.on_rank_zero(summary)
@@ -223,13 +225,10 @@ def _train(job: Job, held_out: CachedVideos | None, mesh: Mesh, stack: contextli
     return result | ({"stopped_by": stopped_by.name, "exit_code": exit_code} if stopped_by else {})
 
 
-def _summary(out: Path, chosen: Path | None, session: dict[str, Any]) -> dict[str, Any]:
-    """What `train` returns, from what is on the disk."""
+def _summary(out: Path, last: dict[str, Any], session: dict[str, Any]) -> dict[str, Any]:
+    """What `train` returns. `last`: the last step that was taken, in this session or, if it had none to take, before; the rest is on the disk."""
     kept = state.whole(out / "checkpoints")
-    rows = read_log(out / "log.jsonl")
-    newest = kept[-1] if kept else chosen  # none of its own: resumed by path from another run that was long enough already, or none is wanted
-    last = state.read_meta(newest) if newest is not None else rows[-1]
-    losses = [row["loss"] for row in rows]
+    losses = [row["loss"] for row in read_log(out / "log.jsonl")]
     return {
         "run": str(out),
         "steps": last["step"],
