@@ -238,6 +238,8 @@ def test_strides_and_inputs_unchanged_and_the_same_twice(kernel):
     check(kernel, q.transpose(2, 3).contiguous().transpose(2, 3), k, v[..., :].clone())  # channels apart: copied
     odd = torch.empty(1, 60, 1, 65, dtype=torch.float16, device="cuda")[..., 1:].copy_(normal(1, 60, 1, 64))  # rows at odd places: copied
     check(kernel, odd, odd, odd)
+    odd = torch.empty(1 + 60 * 64, dtype=torch.float16, device="cuda")[1:].view(1, 60, 1, 64)  # contiguous, and at an odd place: copied
+    check(kernel, *[odd.copy_(normal(1, 60, 1, 64))] * 3)
 
 
 def test_offsets_beyond_32_bits(kernel):

@@ -88,6 +88,19 @@ def test_codes_are_the_oracles(tokens, channels, dtype, divisors, along_tokens):
     assert torch.equal(codes[real], expected_codes[real])
 
 
+def test_what_the_kernels_can_not_read_is_copied():
+    """They read 16 bytes at a time: of a tensor at an odd address, even if it is contiguous, the GPU would refuse the first read."""
+    x = normal(2, 9, 3, 72)
+    odd = torch.empty(1 + 2 * 9 * 3 * 64, dtype=torch.float16)[1:].view(2, 9, 3, 64).copy_(x[..., :64])
+    assert odd.is_contiguous()
+    for unreadable in (odd, x[..., 1:65], x[..., ::2]):
+        readable = attention._readable(unreadable)
+        assert torch.equal(readable, unreadable)
+        assert readable.data_ptr() % 16 == 0
+        assert readable.is_contiguous()
+    assert attention._readable(x[..., 8:]).data_ptr() == x[..., 8:].data_ptr()
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_operand_of_q_is_the_oracles(head_dim):
     q = normal(1, 70, 2, head_dim)

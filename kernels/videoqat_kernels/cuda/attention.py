@@ -221,7 +221,8 @@ def _empty_kv(B: int, H: int, N: int, d: int, device: torch.device) -> Tensor:
 def _readable(x: Tensor) -> Tensor:
     """x, or a copy, with channels side by side and every row at a multiple of 16 bytes."""
     aligned = x.data_ptr() % 16 == 0 and all(size == 1 or stride % 8 == 0 for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return x if aligned and x.stride(3) == 1 else x.contiguous()
+    # (Not contiguous(), which copies nothing where an odd address is all that is wrong.)
+    return x if aligned and x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _whole_tiles(x_BHNc: Tensor, tokens: int, tokens_of_row: int) -> Tensor:
