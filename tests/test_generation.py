@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.pipelines import change_weights, enliven
+from helpers.pipelines import change_weights, enliven, small_and_alive
 from helpers.training import tiny_config
 
 from videoqat.config import ExportConfig, GenerateConfig, GenerationRuntimeConfig, RuntimeConfig, SamplingConfig, VideoParallelConfig
@@ -104,6 +104,22 @@ def test_videos_of_one_batch_are_those_of_their_own_calls(engine, recipe):
     assert off[0, 2] > 5  # another noise is another video
     with pytest.raises(ValueError, match="of a single prompt"):
         engine.generate_together(prompts, seeds, SAMPLING, recipe, condition=({}, {}))
+
+
+@pytest.mark.parametrize("family", ["cogvideox", "hunyuanvideo", "hunyuan15"])
+def test_videos_of_one_batch_are_those_of_their_own_calls_in_every_family(family, tmp_path):
+    """With texts of different lengths, a negative prompt, and guidance where the pipeline may be called with or without it."""
+    engine = Engine(small_and_alive(tmp_path, family, 2), RuntimeConfig(device="cpu", dtype="float32"))
+    sampling = SamplingConfig(num_frames=9, height=32, width=32, num_inference_steps=2, negative_prompt="a bag and a coat")
+    if engine.family.has_true_cfg:
+        sampling.true_cfg_scale = 4.0
+    prompts, seeds = [PROMPT, " and".join(["a bag moves up"] * 80), "hi"], [3, 3, 4]
+    results = engine.generate_together(prompts, seeds, sampling, "attn_qat")
+    assert [["model sees the first" in warning for warning in result.warnings] for result in results] == [[], [True], []]
+    together = [result.frames.astype(int) for result in results]
+    alone = [engine.generate(prompt, seed, sampling, "attn_qat").frames.astype(int) for prompt, seed in zip(prompts, seeds, strict=True)]
+    off = np.array([[np.abs(one - other).mean() for other in alone] for one in together])
+    assert off[~np.eye(3, dtype=bool)].min() > 1 > 10 * off.diagonal().max()
 
 
 def test_recipes_are_switched_without_a_trace(engine):

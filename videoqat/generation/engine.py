@@ -241,10 +241,11 @@ class Engine:
         layers = {name: self.family.attention_layers(transformer) for name, transformer in self.transformers.items()}
         return {name: [layer for layer in found if recipe.covers(layer.kind, layer.index, name)] for name, found in layers.items()}
 
-    def _warn(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.add(warning)
-            say(f"warning: {warning}")
+    def _warn(self, warnings: list[str]) -> None:
+        for warning in warnings:
+            if warning not in self._said:
+                self._said.add(warning)
+                say(f"warning: {warning}")
 
     def _cut_texts(self, texts: dict[str, str], max_tokens: int) -> list[str]:
         """A warning for each text that is longer than what the text encoder is given of it."""
@@ -299,13 +300,13 @@ class Engine:
         if not one and (image is not None or condition is not None):
             raise ValueError("an image or a condition is that of a single prompt")
         agree = agree or self.division.any
+        cuts: list[list[str]] = [[] for _ in prompts]
         if condition is None:
             negative = {"negative prompt": sampling.negative_prompt} if is_guided(self.family, sampling) else {}
-            warnings += {cut: None for prompt in prompts for cut in self._cut_texts({"prompt": prompt} | negative, num_text_tokens)}
+            cuts = [self._cut_texts({"prompt": prompt} | negative, num_text_tokens) for prompt in prompts]
         check_recipe(self.folder, chosen, sampling)
         warnings = warnings + (stretched(image, sampling.height, sampling.width) if image is not None else [])
-        for warning in warnings:
-            self._warn(warning)
+        self._warn([*warnings, *(cut for own in cuts for cut in own)])
         self.install(chosen)
         # A scheduler keeps state between steps, so each video gets one of its own.
         self.pipeline.scheduler = with_flow_shift(self._scheduler, sampling.flow_shift)
@@ -358,7 +359,7 @@ class Engine:
             watched(pipeline.vae, "decode", after_decode, watch.mark),
         ):
             if condition is None:
-                text: dict[str, Any] = {"prompt": prompts[0] if one else prompts, "negative_prompt": sampling.negative_prompt}
+                text: dict[str, Any] = {"prompt": prompts, "negative_prompt": [sampling.negative_prompt] * len(prompts)}
             else:
                 text = self.family.prompt_arguments(*condition)
             generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
@@ -392,9 +393,8 @@ class Engine:
         }
         peak = peak_memory(self.device) if self.has_folders_weights else None
         results = []
-        for frames_FHWC, own in zip(frames_BFHWC, asked, strict=True):
+        for frames_FHWC, own, cut in zip(frames_BFHWC, asked, cuts, strict=True):
             doubts = [f"{doubt}: {self.folder} with recipe {chosen.name}, {own}" for doubt in doubts_about(frames_FHWC)]
-            for doubt in doubts:
-                self._warn(doubt)
-            results.append(VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, warnings + doubts, peak))
+            self._warn(doubts)
+            results.append(VideoResult(frames_FHWC, timings, [receipt.to_dict() for receipt in receipts], chosen, [*warnings, *cut, *doubts], peak))
         return results

@@ -90,6 +90,7 @@ class HunyuanVideo15Family(BaseFamily):
             )
         # The VAE attends by a mask of all its latents by all, 9.7 GB at 121x480x848; in tiles, as in diffusers' examples, of 256x256 pixels at most.
         pipeline.vae.enable_tiling()
+        pipeline.vae.enable_slicing()  # one video of a batch at a time: diffusers makes that mask for one
         pipeline.vision_num_semantic_tokens = 0  # without a first frame, instead of 729 tokens of zeros that are masked
         return pipeline.to(device)
 
