@@ -42,6 +42,7 @@ def _train(config: BenchTrainingConfig, name: str, layout: str, settings: dict[s
     """
     replicate, shard, sp = _layout(layout)
     work, processes = Path(config.work), replicate * shard * sp
+    name = name.replace("/", "-")  # a recipe may be the path of a file
     out = work / "runs" / name
     settings = {
         "model.path": work / "model",
@@ -98,7 +99,7 @@ def _case(config: BenchTrainingConfig, layout: str, recipe: str, checkpointing: 
         "checkpointing": checkpointing,
         "samples_per_step": config.batch_size * replicate * shard,
     }
-    return about | _numbers(rows, config.warmup, gpus) | {"receipts": session["receipts"], "run": name}
+    return about | _numbers(rows, config.warmup, gpus) | {"receipts": session["receipts"], "run": out.name}
 
 
 def _one_gpu_losses(config: BenchTrainingConfig, cases: list[dict[str, Any]]) -> None:
