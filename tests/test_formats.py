@@ -348,7 +348,7 @@ def test_bad_arguments_name_the_legal_ones():
         fake_quantize(x, "int3")
     with pytest.raises(ConfigError, match=r"format='fp8' is not one of 'nvfp4', 'mxfp4', 'mxfp8'$"):
         quantize(x, "fp8")
-    for divisors in ((), (0.0,), (6.0, -1.0), (math.inf,), (math.nan,)):
+    for divisors in ((), (0.0,), (6.0, -1.0), (math.inf,), (math.nan,), (1e-39,)):
         with pytest.raises(ConfigError, match="scale_divisors"):
             fake_quantize(x, "nvfp4", -1, divisors)
     with pytest.raises(AttentionError, match=r"axis=2 .*\(4, 16\)"):

@@ -96,6 +96,8 @@ def test_the_named_recipes_are_what_the_documents_say():
         ({"scale_divisors": ()}, "scale_divisors=() must be one or more positive numbers"),
         ({"scale_divisors": (6.0, 0.0)}, "must be one or more positive numbers"),
         ({"scale_divisors": (float("nan"),)}, "must be one or more positive numbers"),
+        ({"scale_divisors": (6.0, 1e-39)}, "must be one or more positive numbers, 2^-126 to 2^126"),  # 0 * inf: blocks of zeros would be NaN
+        ({"scale_divisors": (10**400,)}, "must be one or more positive numbers, 2^-126 to 2^126"),
         ({"scale_divisors": 6.0}, "scale_divisors=6.0 is not a list of numbers"),
         ({"scale_divisors": (4.0,), "qk": "mxfp4", "pv": "mxfp4"}, "scale_divisors are for nvfp4, but qk=mxfp4 and pv=mxfp4"),
         ({"grad_p": "quantised"}, "needs normalizer='quantised'"),
@@ -166,6 +168,7 @@ def test_a_recipe_from_a_file_starts_from_a_named_one(tmp_path: Path):
     ("name", "text", "says"),
     [
         ("a.yaml", "base: attn_qat\nname: x\nqkk: bf16\n", "unknown recipe key 'qkk'; legal keys: base, name, qk"),
+        ("a.yaml", "base: attn_qat\nname: x\n16: nvfp4\nqkk: bf16\n", "unknown recipe key 16; legal keys: base, name, qk"),
         ("a.yaml", "base: attn_qat\nqk: bf16\n", "a recipe that changes 'attn_qat' needs a name of its own"),
         ("a.yaml", "qk: bf16\n", "a recipe needs a name"),
         ("a.yaml", "base: nope\nname: x\n", "base='nope' is not a named recipe; legal: bf16, attn_qat"),

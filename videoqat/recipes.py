@@ -96,7 +96,7 @@ class AttentionRecipe:
             value = getattr(self, field)
             if not isinstance(value, list | tuple) or any(isinstance(v, bool) or not isinstance(v, kind) for v in value):
                 raise ConfigError(f"recipe {self.name!r}: {field}={value!r} is not a list of {getattr(kind, '__name__', 'numbers')}")
-            object.__setattr__(self, field, tuple(float(v) if field == "scale_divisors" else v for v in value))
+            object.__setattr__(self, field, tuple(value))
 
         if not isinstance(self.name, str) or not self.name:
             raise ConfigError(f"recipe name {self.name!r} is not text")
@@ -126,8 +126,9 @@ class AttentionRecipe:
         # 2^g/6 <= 448 (E4M3's largest scale) bounds g at 11; plain fp8 elements saturate at 448, so there 2^8 is the largest power of two.
         largest_gain = 8 if self.pv == "fp8" else 11
         legal("p_gain_log2", self.p_gain_log2, tuple(range(largest_gain + 1)))
-        if not self.scale_divisors or any(not 0 < c < math.inf for c in self.scale_divisors):
-            raise ConfigError(f"recipe {self.name!r}: scale_divisors={self.scale_divisors} must be one or more positive numbers")
+        if not self.scale_divisors or any(not 2.0**-126 <= c <= 2.0**126 for c in self.scale_divisors):  # beyond, fp32 has no 1/c
+            raise ConfigError(f"recipe {self.name!r}: scale_divisors={self.scale_divisors} must be one or more positive numbers, 2^-126 to 2^126")
+        object.__setattr__(self, "scale_divisors", tuple(map(float, self.scale_divisors)))
         self._check_kept()
         if self.scale_divisors != (6.0,) and "nvfp4" not in (self.qk, self.pv):
             raise ConfigError(f"recipe {self.name!r}: scale_divisors are for nvfp4, but qk={self.qk} and pv={self.pv}")
@@ -263,7 +264,7 @@ def recipe_from_dict(fields: dict[str, Any], origin: str) -> AttentionRecipe:
         ConfigError: an unknown key or an illegal value; `origin` (a file, say) is named.
     """
     known = [field.name for field in dataclasses.fields(AttentionRecipe) if field.init]
-    unknown = sorted(set(fields) - {*known, "base"})
+    unknown = sorted(set(fields) - {*known, "base"}, key=str)
     if unknown:
         raise ConfigError(f"{origin}: unknown recipe key {unknown[0]!r}; legal keys: base, {', '.join(known)}")
     changes = {k: v for k, v in fields.items() if k != "base"}

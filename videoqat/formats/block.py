@@ -203,8 +203,8 @@ def _e8m0_scales(largest: Tensor, largest_element_exponent: int) -> Tensor:
 
 
 def _searched_e4m3_scales(blocks: Tensor, largest: Tensor, spec: BlockFormat, dim: int, divisors: Sequence[float]) -> Tensor:
-    if not divisors or not all(c > 0 and math.isfinite(c) for c in divisors):
-        raise ConfigError(f"scale_divisors={tuple(divisors)} must be one or more positive numbers")
+    if not divisors or not all(2.0**-126 <= c <= 2.0**126 for c in divisors):  # beyond, fp32 has no 1/c
+        raise ConfigError(f"scale_divisors={tuple(divisors)} must be one or more positive numbers, 2^-126 to 2^126")
     best, *others = (_e4m3_scales(largest, c) for c in divisors)
     if others:
         least = _squared_error(blocks, best, spec, dim)
