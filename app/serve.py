@@ -127,18 +127,18 @@ class _Crew:
         )
         process.start()
         theirs.close()
-        while not self._stopping.is_set() and not connection.wait([process.sentinel], timeout=0.2):
-            pass
-        told = process.is_alive()  # to stop: if its step takes too long, it is us who end it, which is no crash
-        if told:
+        by_itself = False  # else it is us who end it, with force if its step takes too long, which is no crash
+        while not by_itself and not self._stopping.is_set():
+            by_itself = bool(connection.wait([process.sentinel], timeout=0.2))
+        if not by_itself:
             with contextlib.suppress(OSError):
                 ours.send("stop")
-            _end(process)
+        _end(process)
         ours.close()
         if process.exitcode:
             say(f"worker {identity} ended with exit code {process.exitcode}")
         with contextlib.suppress(Exception):  # a database that is away: its lease runs out
-            self.reap(identity, crashed=not told)
+            self.reap(identity, crashed=by_itself)
 
 
 def _worker_process(config: ServiceConfig, identity: str, parent: Any) -> None:
