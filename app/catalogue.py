@@ -58,7 +58,7 @@ class Catalogue:
 
     def hide_paths(self, text: str) -> str:
         """`text` with models' names where their folders stand: what users read needn't tell how this machine is laid out."""
-        for model in self.models.values():
+        for model in sorted(self.models.values(), key=lambda model: -len(model.path)):  # /models/wan is also how /models/wan-qat begins
             text = text.replace(model.path, model.name)
         return text
 

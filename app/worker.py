@@ -235,7 +235,7 @@ class Worker:
             raise GenerationCancelled
 
     def _fail(self, row: Row, code: str, message: str) -> None:
-        told = self.catalogue.hide_paths(" ".join(message.split()))[:2000]
+        told = self.catalogue.hide_paths(" ".join(message.split())).replace(str(self.videos.parent), "folder")[:2000]
         self.jobs.fail(row["lease"], code, told)
 
     def _report(self, stage: str, step: int) -> None:

@@ -1,4 +1,6 @@
-"""A worker that is told to stop in the middle of a step which takes long: its video waits again, and nothing counts it as a crash."""
+"""A worker within this process: told to stop in the middle of a step which takes long, its video waits again, and nothing counts it as a crash. And
+what it tells of a video that failed.
+"""
 
 import threading
 import time
@@ -22,10 +24,32 @@ def hang(*_: object) -> None:
     time.sleep(60)
 
 
-def test_a_worker_lives_until_its_last_step_is_done(tiny_pipeline, tmp_path, monkeypatch):
-    config = ServiceConfig(folder=str(tmp_path), models=[ServedModel("tiny", str(tiny_pipeline))], warm_up=False, lease_s=1.0)
+@pytest.fixture
+def worker(tiny_pipeline, tmp_path, monkeypatch) -> Worker:
+    monkeypatch.setattr(EnginePool, "get", lambda *_: None)
+    longer = tmp_path / f"{tiny_pipeline.name}-qat"  # begins as the other's path does
+    longer.symlink_to(tiny_pipeline)
+    (tmp_path / tiny_pipeline.name).symlink_to(tiny_pipeline)
+    models = [ServedModel("tiny", str(tmp_path / tiny_pipeline.name)), ServedModel("better", str(longer))]
+    config = ServiceConfig(folder=str(tmp_path / "service"), models=models, warm_up=False, lease_s=1.0)
     config.runtime.device = "cpu"
-    worker = Worker(config, "here:cpu:1")
+    return Worker(config, "here:cpu:1")
+
+
+def test_a_failure_is_told_without_this_machines_paths(worker, tmp_path, monkeypatch):
+    def full(engine, wanted, fingerprint, on_step):
+        raise OSError(28, f"No space left on device, for {wanted.model}", wanted.out)
+
+    monkeypatch.setattr(single, "render", full)
+    (video,) = worker.jobs.submit([Order("a dress moves up", "better", "bf16", 3, SAMPLING)], 9)
+    worker.make(video)
+    row = worker.jobs.get(video)
+    assert row["status"] == "failed"
+    assert row["error_message"].startswith("OSError: [Errno 28] No space left on device, for better: 'folder/videos/")
+    assert str(tmp_path) not in row["error_message"]
+
+
+def test_a_worker_lives_until_its_last_step_is_done(worker, monkeypatch):
     ended_early = []
 
     def step_that_takes_long(engine, wanted, fingerprint, on_step):
@@ -36,7 +60,6 @@ def test_a_worker_lives_until_its_last_step_is_done(tiny_pipeline, tmp_path, mon
         on_step(1, 2)
 
     monkeypatch.setattr(single, "render", step_that_takes_long)
-    monkeypatch.setattr(EnginePool, "get", lambda *_: None)
     (video,) = worker.jobs.submit([Order("a dress moves up", "tiny", "bf16", 3, SAMPLING)], 9)
     worker.queue.send(video)
     worker.run()
