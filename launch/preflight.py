@@ -332,8 +332,10 @@ def run(ranks: Ranks, arguments: list[str]) -> bool:
     tell("versions", check_versions(ranks))
     tell("layout and data", *check_job(ranks, config))
     tell("clocks", check_clocks(ranks))
-    tell("output folder", check_folder(ranks, Path(config.out)), config.out)
-    tell("disk", check_disk(ranks, config))
+    report = check_folder(ranks, Path(config.out))
+    tell("output folder", report, config.out)
+    if not report:  # else there may be no folder whose disk could be looked at
+        tell("disk", check_disk(ranks, config))
     device, report = torch.device("cpu"), []
     try:
         device = local_device(config.runtime.resolve()[0])

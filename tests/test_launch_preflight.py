@@ -168,6 +168,13 @@ def test_a_folder_that_can_not_be_written(arguments: list[str], tmp_path: Path, 
     assert [line.split(" on ")[0] for line in found] == [f"output folder: rank {rank}" for rank in where]
 
 
+def test_a_folder_that_can_not_be_made(arguments: list[str], tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    found = failures(check([*arguments, f"out={tmp_path}/file/run"], tmp_path))
+    assert [line.split(" on ")[0] for line in found] == ["output folder: rank 0", "output folder: rank 1"]
+    assert all("can't be written to (Not a directory)" in line for line in found)
+
+
 def test_a_rank_that_does_not_answer_is_named(arguments: list[str], tmp_path: Path):
     (code, said), _ = run_ranks(on_each_rank, 2, [arguments] * 2, [str(tmp_path)] * 2, "absent")
     assert code == 1
