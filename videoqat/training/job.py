@@ -77,7 +77,8 @@ class Job:
 def transformer_fingerprint(folder: str | Path, component: str, *, weights: bool) -> str:
     """sha256 over the component's config.json and, with `weights`, the size and 64 evenly spread 16 KiB pieces of each of its safetensors files.
 
-    Weights of many GB are told apart in milliseconds; a fine-tuned model differs from its base in nearly every byte.
+    Weights of many GB are told apart in milliseconds; a fine-tuned model differs from its base in nearly every byte. One of which only a few small
+    tensors were trained (`train.trainable`) may differ between the pieces alone, and is then taken for its base.
     """
     digest = hashlib.sha256((Path(folder) / component / "config.json").read_bytes())
     for path in sorted((Path(folder) / component).glob("*.safetensors")) if weights else ():
