@@ -83,17 +83,21 @@ def wanted(config: EvidenceConfig) -> list[tuple[Row, int]]:
 
 
 def missing(config: EvidenceConfig) -> list[tuple[Row, int]]:
-    """Of `wanted`, what is to be measured: what isn't there, and what is there of weights that are gone and must be trained again for another row.
+    """Of `wanted`, what is to be measured: what isn't there; what is there of weights that are gone and must be trained again for another row; and
+    rows whose videos are held against those of a reference that is itself to be measured.
 
     No training gives the same weights twice on a GPU, and a row's gap is between measurements of one and the same.
     """
-    there = {(row.name, seed): (_row_folder(config, row.name, seed) / RESULT).is_file() for row, seed in wanted(config)}
-    again = {
-        (row.training, seed)
-        for row, seed in wanted(config)
-        if row.training and not there[row.name, seed] and not (_training_folder(config, row.training, seed) / "model").exists()
-    }
-    return [(row, seed) for row, seed in wanted(config) if not there[row.name, seed] or (row.training, seed) in again]
+    rows, reference = wanted(config), config.reference or config.rows[0].name
+    found = {(row.name, seed) for row, seed in rows if not (_row_folder(config, row.name, seed) / RESULT).is_file()}
+    while True:
+        needed = {(row.training, seed) for row, seed in rows if row.training and (row.name, seed) in found}
+        again = {(name, seed) for name, seed in needed if not (_training_folder(config, name, seed) / "model").exists()}
+        shown = {seed for name, seed in found if name == reference} if config.prompts else set()
+        more = {(row.name, seed) for row, seed in rows if (row.training, seed) in again or (row.videos and seed in shown)}
+        if more <= found:
+            return [(row, seed) for row, seed in rows if (row.name, seed) in found]
+        found |= more
 
 
 def jobs(config: EvidenceConfig) -> list[Job]:
