@@ -265,12 +265,58 @@ def test_the_published_wan_recipe(tmp_path: Path):
         (cfg.CompareConfig, "entries=[{name: a, model: /}, {name: b, model: ''}]", "entries[1].model='' is not legal; legal: a name or a path"),
         (cfg.PreprocessConfig, "buckets=[17x6²x64]", "buckets='17x6²x64' is not FRAMESxHEIGHTxWIDTH"),
         (cfg.BenchTrainingConfig, "resume_onto=2x2", "resume_onto='2x2' is not legal; legal: DP_REPLICATExDP_SHARDxSP"),
+        (cfg.ExampleClipsConfig, "num_clips=0", "num_clips=0 is not legal; legal: at least 1"),
+        (cfg.ExampleClipsConfig, "workers=0", "workers=0 is not legal; legal: at least 1"),
+        (cfg.PreprocessConfig, "max_text_tokens=-1", "max_text_tokens=-1 is not legal; legal: 0 (the model's own) or more"),
+        (cfg.PreprocessConfig, "fps=241", "fps=241.0 is not legal; legal: above 0, at most 240"),
+        (cfg.ConvertConfig, "transformer_file=/nowhere.safetensors", "transformer_file='/nowhere.safetensors' is not legal; legal: an existing file"),
+        (cfg.ConvertConfig, "component=unet", "component='unet' is not legal; legal: transformer, transformer_2"),
+        (cfg.ConvertConfig, "out=/", "out='/' is not legal; legal: a folder that is not there yet"),
+        (cfg.GenerateConfig, "sampling.true_cfg_scale=0.5", "sampling.true_cfg_scale=0.5 is not legal"),
+        (cfg.GenerateConfig, "sampling.max_text_tokens=-1", "sampling.max_text_tokens=-1 is not legal"),
+        (cfg.GenerateConfig, "parallel.cfg=3", "parallel.cfg=3 is not legal; legal: 1, 2"),
+        (cfg.GenerateConfig, "parallel.sp=0", "parallel.sp=0 is not legal"),
+        (cfg.GenerateConfig, "parallel.ulysses_wire=fp8", "parallel.ulysses_wire='fp8' is not legal; legal: auto, bf16, packed"),
+        (cfg.GenerateConfig, "runtime.offload=disk", "runtime.offload='disk' is not legal; legal: none, model, sequential"),
+        (cfg.GenerateConfig, "st_lpips=/nowhere", "st_lpips='/nowhere' is not legal; legal: auto"),
+        (cfg.SensitivityConfig, "samples=0", "samples=0 is not legal"),
+        (cfg.SensitivityConfig, "max_error=-1", "max_error=-1.0 is not legal; legal: 0 (no limit) or more"),
+        (cfg.SensitivityConfig, "max_kept=-1", "max_kept=-1 is not legal"),
+        (cfg.SensitivityConfig, "min_share=2", "min_share=2.0 is not legal; legal: 0 (no limit) to 1"),
+        (cfg.TrainConfig, "train.save_every=-1", "train.save_every=-1 is not legal"),
+        (cfg.TrainConfig, "train.keep_last=0", "train.keep_last=0 is not legal"),
+        (cfg.TrainConfig, "train.trainable=[]", "train.trainable=[] is not legal"),
+        (cfg.TrainConfig, "parallel.engine=ddp", "parallel.engine='ddp' is not legal; legal: fsdp, deepspeed"),
+        (cfg.TrainConfig, "parallel.zero_stage=0", "parallel.zero_stage=0 is not legal; legal: 1, 2, 3"),
+        (cfg.TrainConfig, "parallel.dp_shard=0", "parallel.dp_shard=0 is not legal; legal: -1"),
+        (cfg.TrainConfig, "parallel.world_size=-1", "parallel.world_size=-1 is not legal"),
+        (cfg.TrainConfig, "validation.every=5", "validation.every=5 is not legal; legal: 0, or give validation.cache"),
+        (cfg.TrainConfig, "validation.images=[a.png]", "validation.images=['a.png'] is not legal; legal: none"),
+        (cfg.BenchForwardConfig, "repeats=0", "repeats=0 is not legal"),
+        (cfg.BenchGenerationConfig, "num_inference_steps=0", "num_inference_steps=0 is not legal"),
+        (cfg.BenchTrainingConfig, "steps=3", "steps=3 is not legal; legal: more than warmup=3"),
+        (cfg.BenchTrainingConfig, "checkpointing=[half]", "checkpointing='half' is not legal; legal: none, full, keep_attention"),
+        (cfg.BenchTrainingConfig, "overrides=[fast]", "overrides=['fast'] is not legal; legal: KEY=VALUE"),
         (cfg.DoctorConfig, "size=16x64x64", "size=16 is not legal; legal: 4n+1 frames"),
         (cfg.DoctorConfig, "model=/nowhere", "model='/nowhere' is not legal"),
     ],
 )
 def test_bad_values_are_refused(schema: type, override: str, says: str, tmp_path: Path):
     assert says in refusal(schema, None, [*required(schema, tmp_path), override])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["weights=embedded", "seed=1"], "seed=1 is not legal; legal: 0 with weights=embedded"),
+        (["weights=embedded", "family=cogvideox"], "family='cogvideox' is not legal; legal: wan with weights=embedded"),
+        (["family=cogvideox", "two_transformers=true"], "two_transformers=True is not legal; legal: false with family=cogvideox"),
+        (["family=hunyuanvideo", "image_to_video=true"], "image_to_video=True is not legal; legal: false with family=hunyuanvideo"),
+        (["expand_timesteps=true", "two_transformers=true"], "expand_timesteps=True is not legal; legal: false, except with family=wan alone"),
+    ],
+)
+def test_example_models_that_there_are_not(overrides: list[str], says: str, tmp_path: Path):
+    assert says in refusal(cfg.ExampleModelConfig, None, [*required(cfg.ExampleModelConfig, tmp_path), *overrides])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
