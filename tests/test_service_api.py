@@ -228,6 +228,14 @@ def test_the_queue_has_a_limit(http):
     assert post(http).status_code == 200
 
 
+def test_a_comparison_for_which_the_queue_is_never_long_enough_is_not_told_to_try_again(http, service, monkeypatch):
+    monkeypatch.setattr(service, "limits", dataclasses.replace(LIMITS, max_queued=2))
+    answer = post(http, compare=True, floor=True)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (422, "compare")
+    assert "makes 3 videos; legal: at most 2" in answer.json()["error"]["message"]
+    assert post(http, compare=True).status_code == 200
+
+
 def test_lists_come_in_pages(http):
     ids = [post(http).json()["id"] for _ in range(5)]
     first = http.get("/v1/videos", params={"limit": 2}).json()
