@@ -208,8 +208,12 @@ def test_what_can_not_be_exported_is_one_line_and_nothing_is_written(run: Path, 
     refuse(other, "weights='ema' is not legal; legal: auto or raw: this run kept no EMA")
     other.weights = "auto"
     tensors = load_file(base / "transformer" / WEIGHTS)
-    save_file({name: tensor + 1 for name, tensor in tensors.items()}, base / "transformer" / WEIGHTS, metadata={"format": "pt"})
-    refuse(other, r"base is no longer the model that .*step-000001 was trained from: its transformer differs")
+    for name in ("blocks.1.norm2.bias", "blocks.0.ffn.net.0.proj.weight"):  # a single tensor, however small (train.trainable)
+        save_file({**tensors, name: tensors[name] + 1}, base / "transformer" / WEIGHTS, metadata={"format": "pt"})
+        refuse(other, r"base is no longer the model that .*step-000001 was trained from: its transformer differs")
+    for torn in (b"", b"no safetensors", b"\x08\0\0\0\0\0\0\0[1, 2, 3]"):
+        (base / "transformer" / WEIGHTS).write_bytes(torn)
+        refuse(other, f"{WEIGHTS} is no safetensors file: its header can't be read")
     shutil.rmtree(base)
     refuse(other, "was trained from .*base, which is not there any more")
     assert not out.exists()

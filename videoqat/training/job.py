@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from videoqat.attention.coded import packed_obstacle
 from videoqat.config import LoopConfig, TrainConfig, parse_bucket, require, to_dict
 from videoqat.data.dataset import BatchOrder, CachedVideos, check_images
 from videoqat.data.precompute import encoder_fingerprint
-from videoqat.errors import ConfigError, DataError
+from videoqat.errors import CheckpointError, ConfigError, DataError
 from videoqat.models.install import check_policy
 from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import Geometry, ModelFamily, family_of
@@ -75,19 +76,26 @@ class Job:
 
 
 def transformer_fingerprint(folder: str | Path, component: str, *, weights: bool) -> str:
-    """sha256 over the component's config.json and, with `weights`, the size and 64 evenly spread 16 KiB pieces of each of its safetensors files.
+    """sha256 over the component's config.json and, with `weights`, the header of each of its safetensors files and the first 16 KiB of each tensor.
 
-    Weights of many GB are told apart in milliseconds; a fine-tuned model differs from its base in nearly every byte. One of which only a few small
-    tensors were trained (`train.trainable`) may differ between the pieces alone, and is then taken for its base.
+    Weights of many GB are told apart in milliseconds: a tensor that was trained differs in nearly every byte.
+
+    Raises:
+        CheckpointError: a file that is no safetensors file.
     """
     digest = hashlib.sha256((Path(folder) / component / "config.json").read_bytes())
     for path in sorted((Path(folder) / component).glob("*.safetensors")) if weights else ():
-        size = path.stat().st_size
-        digest.update(f"{path.name} {size}".encode())
+        digest.update(path.name.encode())
         with open(path, "rb") as file:
-            for i in range(64):
-                file.seek(size * i // 64)
-                digest.update(file.read(min(16384, -(-size // 64))))
+            try:
+                header = file.read(int.from_bytes(file.read(8), "little"))
+                spans = sorted(tensor["data_offsets"] for name, tensor in json.loads(header).items() if name != "__metadata__")
+            except (ValueError, OverflowError, MemoryError, AttributeError, TypeError, KeyError) as error:
+                raise CheckpointError(f"{path} is no safetensors file: its header can't be read") from error
+            digest.update(header)
+            for start, end in spans:
+                file.seek(8 + len(header) + start)
+                digest.update(file.read(min(16384, end - start)))
     return digest.hexdigest()
 
 
