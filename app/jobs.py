@@ -266,10 +266,8 @@ class Jobs:
 def _changed(connection: Connection, change: Update) -> list[Ended]:
     """Makes a change. Returns the videos that it has met; those that have come to their end with it, however that is, are counted for /metrics."""
     found = connection.execute(change.returning(videos.c.id, videos.c.status, videos.c.model, videos.c.attention)).all()
-    ended = sorted(
-        f"{row.model}\t{row.attention}\t{row.status}" for row in found if row.status in ENDED
-    )  # sorted: else two could wait for each other
-    _add(connection, [("videos", labels, 1.0) for labels in ended])
+    ended = [f"{row.model}\t{row.attention}\t{row.status}" for row in found if row.status in ENDED]
+    _add(connection, [("videos", labels, 1.0) for labels in sorted(ended)])  # in order: else two such changes could wait for each other
     return [Ended(row.id, row.status) for row in found]
 
 

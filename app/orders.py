@@ -48,7 +48,7 @@ def orders_of(request: CreateVideo, catalogue: Catalogue, limits: LimitsConfig) 
     for side_model, attention in sides:
         _check_fit(catalogue, side_model, attention, sampling)
         orders.append(Order(request.prompt, side_model.name, attention, seed, dataclasses.asdict(sampling)))
-    wanted = [*orders, *orders[: request.floor]]
+    wanted = [*orders, orders[0]] if request.floor else orders
     if len(wanted) > limits.max_queued:  # which is told now: a 429 would have it tried again for ever
         raise BadRequest("compare", f"compare makes {len(wanted)} videos; legal: at most {limits.max_queued}, as many as may wait here")
     return wanted, len(orders) if request.floor else None

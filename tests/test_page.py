@@ -393,3 +393,5 @@ def test_a_worker_that_is_lost(service, open_page):
     page.get_by_text("failed, its worker was lost").wait_for()
     page.get_by_role("button", name="Cancel").click()
     page.get_by_text("There is no video to show.").wait_for()
+    videos = service.http.get(f"/v1/comparisons/{first['comparison_id']}").json()["videos"]
+    assert [(video["status"], (video["error"] or {}).get("code")) for video in videos] == [("failed", "worker_lost"), ("cancelled", None)]
