@@ -114,7 +114,9 @@ def tell_errors(app: FastAPI) -> None:
         return error_response(422, str(error), param=error.param)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        if isinstance(error.body, bytes):  # which FastAPI leaves as it came where its type isn't JSON
+            return error_response(415, _explain_type(request), code="content_type")
         problem = max(error.errors(), key=lambda problem: len(problem["loc"]))  # of what a field could have been, the one that fits best
         if problem["type"] == "json_invalid":
             return error_response(400, f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}", code="json_invalid")
@@ -126,6 +128,14 @@ def tell_errors(app: FastAPI) -> None:
     async def database(_: Request, error: SQLAlchemyError) -> JSONResponse:
         say(f"server: the database doesn't answer: {error}")
         return error_response(503, "the database doesn't answer; try again later", headers={"Retry-After": "5"})
+
+
+def _explain_type(request: Request) -> str:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip()[:60]
+    example = {"choice": "a"} if request.url.path.endswith("/vote") else {"prompt": "a sneaker moves left"}
+    return (
+        f"the body {f'is {kind}' if kind else 'has no Content-Type'}; legal: JSON, with Content-Type: application/json, such as {json.dumps(example)}"
+    )
 
 
 def _explain(problem: dict[str, Any], param: str | None) -> str:

@@ -41,6 +41,7 @@ CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": api.ErrorResponse, "
 NEW: dict[int | str, dict[str, Any]] = {
     400: {"model": api.ErrorResponse, "description": "no JSON"},
     413: {"model": api.ErrorResponse, "description": "the body is too large"},
+    415: {"model": api.ErrorResponse, "description": "a body whose Content-Type isn't JSON's"},
     429: {"model": api.ErrorResponse, "description": "as many videos wait as may wait"},
 }
 MP4: dict[int | str, dict[str, Any]] = {

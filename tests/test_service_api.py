@@ -190,14 +190,33 @@ def test_bodies_that_are_no_requests(http):
     ):
         answer = http.post("/v1/videos", content=body, headers=headers)
         assert (answer.status_code, "message" in answer.json()["error"]) == (status, True), body
-    for kind in ({"content-type": "text/plain"}, {}):  # what a page from elsewhere may send without being asked for leave
-        assert http.post("/v1/videos", content=b'{"prompt": "a"}', headers=kind).status_code == 422
 
     def endless() -> Iterator[bytes]:
         yield from [b" " * 1000] * 100
 
     assert http.post("/v1/videos", content=endless(), headers=headers).status_code == 413
     assert http.post("/v1/videos", content=iter([b'{"prompt": ', b'"a"}']), headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent"),
+    [
+        ("is text/plain", {"content": b'{"prompt": "a"}', "headers": {"content-type": "text/plain"}}),
+        ("has no Content-Type", {"content": b'{"prompt": "a"}'}),
+        ("is application/x-www-form-urlencoded", {"data": {"prompt": "a", "seconds": "1"}}),
+        ("is multipart/form-data", {"files": {"prompt": (None, "a"), "size": (None, "32x32")}}),  # as curl -F and OpenAI's library
+        ("is multipart/form-data", {"files": {"prompt": (None, "a"), "input_reference": ("a.png", b"picture", "image/png")}}),
+    ],
+)
+def test_what_a_page_from_elsewhere_may_send_without_being_asked_for_leave_is_refused(http, service, kind, sent):
+    for path, example in (("/v1/videos", {"prompt": "a sneaker moves left"}), ("/v1/ballots/ballot_none/vote", {"choice": "a"})):
+        answer = http.post(path, **sent)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (415, "invalid_request_error", "content_type")
+        assert error["message"].startswith(f"the body {kind}; legal: JSON, with Content-Type: application/json, such as ")
+        assert json.loads(error["message"].partition("such as ")[2]) == example
+    assert service.jobs.counts() == {}
+    assert http.post("/v1/videos", json={"prompt": "a sneaker moves left"}).status_code == 200  # the example itself
 
 
 @pytest.mark.parametrize("name", ["video_none", "..%2f..%2fservice.db", "%00", "a" * 3000, "video_%ff", "*", "'; DROP TABLE videos;--"])
