@@ -191,8 +191,8 @@ def _videos(service: Service) -> APIRouter:
         return api.Deleted(id=row["id"])
 
     @router.get("/videos/{video_id}/content", responses=NOT_FOUND | CONFLICT | MP4, response_class=FileResponse, tags=["videos"])
-    def get_content(video_id: str) -> FileResponse:
-        """The mp4 of a completed video, or a range of its bytes."""
+    def get_content(video_id: str, variant: Literal["video"] = "video") -> FileResponse:
+        """The mp4 of a completed video, or a range of its bytes. Of OpenAI's variants there is this one alone: no thumbnail, no spritesheet."""
         return service.content(video_id, f"video {video_id}")
 
     router.add_api_route("/videos/{video_id}/content", get_content, methods=["HEAD"], include_in_schema=False)

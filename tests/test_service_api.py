@@ -298,6 +298,10 @@ def test_content_comes_when_it_is_complete(http, service, monkeypatch):
     assert http.get(f"/v1/videos/{video}/content", headers={"range": "bytes=50-"}).status_code == 416
     head = http.head(f"/v1/videos/{video}/content")
     assert (head.content, head.headers["content-length"], head.headers["accept-ranges"]) == (b"", "10", "bytes")
+    assert http.get(f"/v1/videos/{video}/content", params={"variant": "video"}).status_code == 200
+    for variant in ("thumbnail", "spritesheet", ""):  # the first two are legal at OpenAI's
+        answer = http.get(f"/v1/videos/{video}/content", params={"variant": variant})
+        assert (answer.status_code, answer.json()["error"]["message"]) == (422, f"variant={json.dumps(variant)}: Input should be 'video'")
     assert http.post(f"/v1/videos/{video}/cancel").status_code == 409
     (service.videos / f"{video}.mp4").unlink()
     assert http.get(f"/v1/videos/{video}/content").status_code == 404
