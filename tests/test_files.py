@@ -69,6 +69,42 @@ def test_atomic_folder_leaves_nothing_when_writing_fails(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_atomic_folder_removes_what_killed_writers_left_and_nothing_of_living_ones(tmp_path: Path):
+    target = tmp_path / "model[1]"  # no pattern
+    program = f"""
+import sys
+from videoqat.files import atomic_folder
+with atomic_folder({str(target)!r}) as aside:
+    (aside / "weights").write_text("half")
+    print(aside.name, flush=True)
+    sys.stdin.read()
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    try:
+        killed, living = (writer.stdout.readline().strip() for writer in writers)
+        writers[0].kill()
+        writers[0].wait()
+        start = killed.removesuffix(f"{writers[0].pid}.partial")
+        others = [
+            killed.replace("model[1]", "model1"),
+            killed.replace(os.uname().nodename, "elsewhere"),  # whose processes can't be asked after from here
+            f"{start}1.partial",  # lives, though another user's
+            f"{start}{10**30}.partial",
+            f"{start}5.{writers[0].pid}.partial",
+        ]
+        for name in others:
+            (tmp_path / name).mkdir()
+        assert (tmp_path / killed / "weights").exists()
+        with atomic_folder(target):
+            pass
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted([target.name, living, *others])
+        assert (tmp_path / living / "weights").read_text() == "half"
+    finally:
+        for writer in writers:
+            writer.kill()
+            writer.communicate()
+
+
 def test_atomic_folder_does_not_replace_a_folder_that_holds_something(tmp_path: Path):
     target = tmp_path / "model"
     target.mkdir()

@@ -1,6 +1,7 @@
 """Writing so that nothing half-written is ever taken for whole: write aside, flush to disk, then rename. And where the shipped files are."""
 
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -61,7 +62,12 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    start = f".{path.name}.{os.uname().nodename}."  # a file system may be several machines', whose processes can't be asked after from here
+    for left_over in path.parent.glob(f"{glob.escape(start)}*.partial"):
+        pid = left_over.name.removeprefix(start).removesuffix(".partial")
+        if pid.isdecimal() and not _lives(int(pid)):
+            shutil.rmtree(left_over, ignore_errors=True)
+    aside = path.with_name(f"{start}{os.getpid()}.partial")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()
     try:
@@ -71,6 +77,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 file.chmod(file.stat().st_mode | (aside.stat().st_mode & 0o444))
         aside.rename(path)
     finally:
+    What killed writers of `path` on this machine left beside it is removed first.
         shutil.rmtree(aside, ignore_errors=True)
 
 
@@ -87,6 +94,17 @@ def file_stats(folder: str | Path) -> dict[str, list[int]]:
 
 
 def sync_folder(path: str | Path) -> None:
+def _lives(pid: int) -> bool:
+    """Whether this machine has such a process, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; a number that is none of ours
+        return True
+    return True
+
+
     """Flushes a folder itself to disk: a rename, or a new file's name, is there only when its folder is."""
     handle = os.open(path, os.O_RDONLY)
     try:
