@@ -59,6 +59,7 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a new folder beside `path`; on success it becomes `path` (which must not exist), on failure it is removed.
 
     Its files may be read by whoever may read the folder: safetensors writes for the owner alone, but who trains and who serves can be two.
+    What killed writers of `path` on this machine left beside it is removed first.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,8 +78,18 @@ def atomic_folder(path: str | Path) -> Iterator[Path]:
                 file.chmod(file.stat().st_mode | (aside.stat().st_mode & 0o444))
         aside.rename(path)
     finally:
-    What killed writers of `path` on this machine left beside it is removed first.
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether this machine has such a process, whoever's it is."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):  # another user's; a number that is none of ours
+        return True
+    return True
 
 
 def write_json(path: str | Path, data: Any) -> None:
@@ -94,17 +105,6 @@ def file_stats(folder: str | Path) -> dict[str, list[int]]:
 
 
 def sync_folder(path: str | Path) -> None:
-def _lives(pid: int) -> bool:
-    """Whether this machine has such a process, whoever's it is."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):  # another user's; a number that is none of ours
-        return True
-    return True
-
-
     """Flushes a folder itself to disk: a rename, or a new file's name, is there only when its folder is."""
     handle = os.open(path, os.O_RDONLY)
     try:
