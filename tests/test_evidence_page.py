@@ -178,6 +178,16 @@ def test_the_page_asks_for_rows_that_the_shipped_tables_have() -> None:
     assert evidence_figures.draw({"main": files["main"]}) == {}
 
 
+def test_without_gradient_norms_to_compare_there_is_no_figure_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a table of which Attn-QAT alone is trained yet, or one that was gathered when its trainings' logs were gone."""
+    one = measured("ablations")
+    assert "evidence-gradients.svg" in evidence_figures.draw({"ablations": one})
+    assert "left out" not in capsys.readouterr().err
+    for trainings in ([each for each in one["trainings"] if each["name"] == "qat"], [{**each, "grad_norm": []} for each in one["trainings"]], []):
+        assert "evidence-gradients.svg" not in evidence_figures.draw({"ablations": {**one, "trainings": trainings}})
+        assert "evidence-gradients.svg is left out: ablations has no gradient norms of a training beside qat" in capsys.readouterr().err
+
+
 def test_tables_are_told_by_their_names(tmp_path: Path) -> None:
     for name in ("main/evidence.json", "tuning.json", "other.json", "sensitivity/sensitivity.json"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -327,7 +327,7 @@ def gradient_norms(trainings: list[dict[str, Any]], first: str) -> str:
     Of 50 stretches of a curve the largest norm is drawn: means would hide what these curves are looked at for.
 
     Args:
-        trainings: name, seed, `grad_norm` of every step; those without are left out.
+        trainings: name, seed, `grad_norm` of every step; those without are left out. One beside `first` has them.
     """
     from matplotlib.ticker import LogLocator, NullLocator
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from videoqat.console import say
 from videoqat.errors import UserError
 from videoqat.evaluation import charts
 from videoqat.evaluation.evidence_table import read_tables, summarise
@@ -24,8 +25,11 @@ def draw(files: Mapping[str, dict[str, Any]]) -> dict[str, str]:
     figures = {}
     if "where" in files:
         figures["evidence-share.svg"] = charts.as_file(charts.four_bit_share(summarise(files["where"])))
-    if "ablations" in files:
-        figures["evidence-gradients.svg"] = charts.as_file(charts.gradient_norms(files["ablations"]["trainings"], BEHIND))
+    trainings = files["ablations"]["trainings"] if "ablations" in files else []
+    if any(one["grad_norm"] and one["name"] != BEHIND for one in trainings):
+        figures["evidence-gradients.svg"] = charts.as_file(charts.gradient_norms(trainings, BEHIND))
+    elif "ablations" in files:
+        say(f"evidence-gradients.svg is left out: ablations has no gradient norms of a training beside {BEHIND}")
     return figures
 
 
