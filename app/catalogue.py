@@ -71,10 +71,15 @@ def open_catalogue(config: ServiceConfig) -> Catalogue:
     """
     served = config.models or [ServedModel(embedded.NAME, str(embedded_model(config.folder)), defaults="generate/garments")]
     recipes = {recipe.name: recipe for recipe in map(get_recipe, config.recipes)}
-    return Catalogue({model.name: _model(model) for model in served}, recipes, tuple(config.compare))
+    return Catalogue({model.name: describe(model) for model in served}, recipes, tuple(config.compare))
 
 
-def _model(served: ServedModel) -> Model:
+def describe(served: ServedModel) -> Model:
+    """What is offered of a model, from its configurations alone.
+
+    Raises:
+        UserError: it can't be; it is named.
+    """
     sampling = served.sampled()
     try:
         check_sampling(served.path, sampling)

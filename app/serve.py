@@ -18,7 +18,7 @@ from typing import Any
 from videoqat.config import RuntimeConfig, ServeConfig, ServiceConfig, WorkerConfig, require
 from videoqat.console import say
 from videoqat.errors import UserError
-from videoqat.files import writable_folder
+from videoqat.files import check_writable, writable_folder
 from videoqat.models import embedded
 
 PATIENCE_S = 15.0  # for requests, then for a worker's denoising step, when the server ends
@@ -39,29 +39,36 @@ def plan(config: ServeConfig) -> dict[str, Any]:
         UserError: something that can't be served.
     """
     _need_extra(*(["gradio"] if config.page else []))
-    devices = _devices(config)
+    names, devices = _check_offer(config), _devices(config)
     shown = [_plan_device(config, device) for device in devices]
-    return {"url": f"http://{config.host}:{config.port}", "models": [model.name for model in config.models] or [embedded.NAME], "workers": shown}
+    return {"url": f"http://{config.host}:{config.port}", "models": names, "workers": shown}
 
 
 def plan_worker(config: WorkerConfig) -> dict[str, Any]:
     """What `work` would do, checked likewise."""
     _need_extra()
     _check_group(config)
-    return {"models": [model.name for model in config.models] or [embedded.NAME], "workers": [_plan_device(config, config.runtime.device)]}
+    return {"models": _check_offer(config), "workers": [_plan_device(config, config.runtime.device)]}
+
+
+def _check_offer(config: ServiceConfig) -> list[str]:
+    """Names of the models on offer, if all can be, and the folder can be written. Raises UserError where not."""
+    from app.catalogue import describe
+
+    check_writable("folder", config.folder)
+    return [describe(model).name for model in config.models] or [embedded.NAME]
 
 
 def _plan_device(config: ServiceConfig, device: str) -> dict[str, Any]:
     from videoqat.attention.backends import resolve
-    from videoqat.generation.engine import check_sampling
+    from videoqat.models.spec import family_of
     from videoqat.recipes import get_recipe
 
     runtime = dataclasses.replace(config.runtime, device=device)
     where, dtype = runtime.resolve()
     kernels: dict[str, Any] = {}
-    heads = {model.name: check_sampling(model.path, model.sampled())["head_dim"] for model in config.models} or {
-        embedded.NAME: embedded.known()["sizes"]["head_dim"]
-    }
+    heads = {model.name: family_of(model.path).geometry(model.path).head_dim for model in config.models}
+    heads = heads or {embedded.NAME: embedded.known()["sizes"]["head_dim"]}
     for model, head_dim in heads.items():
         for name in config.compare:
             recipe = get_recipe("bf16" if name == "checkpoint" else dict(zip(config.recipe_names(), config.recipes, strict=True))[name])

@@ -102,6 +102,9 @@ def test_dry_runs_load_no_weights_and_write_nothing(
     shutil.copytree(tiny_pipeline, model)
     (tmp_path / "prompts.txt").write_text("a cat\n")
     entries = f"entries=[{{name: a, model: '{model}'}}, {{name: b, model: '{model}', recipe: attn_qat}}]"
+    (tmp_path / "videos").mkdir()
+    (tmp_path / "videos" / "a.mp4").touch()
+    (tmp_path / "videos" / "manifest.json").write_text('{"videos": [{"video": "a.mp4", "prompt": "a bag moves up"}]}')
     before = tree(tmp_path)
     monkeypatch.setattr("safetensors.torch.load_file", lambda *_, **__: pytest.fail("weights were loaded"))
     monkeypatch.setattr("videoqat.models.wan.WanFamily.load_pipeline", lambda *_, **__: pytest.fail("a pipeline was loaded"))
@@ -125,7 +128,7 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         "evidence run": [*evidence, "trainings=[{name: more}]", "rows=[{name: base}, {name: more, recipe: attn_qat, training: more}]"],
         "evidence measure": ["evidence", "measure", f"model={model}", f"cache={tiny_cache}", f"out={out}"],
         "evidence train-judges": ["evidence", "train-judges", f"out={out}.safetensors"],
-        "evidence judge": ["evidence", "judge", f"videos={model}"],
+        "evidence judge": ["evidence", "judge", f"videos={tmp_path / 'videos'}"],
         "bench generation": ["bench", "generation", "model=tiny", "size=5x32x32"],
         "bench forward": ["bench", "forward", "model=tiny", "size=5x32x32"],
         "bench training": ["bench", "training", f"work={out}", "model=tiny", "size=5x32x32"],
@@ -138,8 +141,7 @@ def test_dry_runs_load_no_weights_and_write_nothing(
         result = json.loads(stdout)
         assert (result["dry_run"], result["command"]) == (True, name)
         assert f"# videoqat {name} (dry run): resolved configuration" in stderr
-        if COMMANDS[name].plan:
-            assert result.keys() > {"dry_run", "command", "config"}, f"{name}: the plan says nothing"
+        assert result.keys() > {"dry_run", "command", "config"}, f"{name}: the plan says nothing"
     assert tree(tmp_path) == before
 
 

@@ -13,8 +13,8 @@ import pytest
 from helpers.evidence import in_this_process
 from helpers.videos import random_st_lpips
 
-from videoqat.config import EvidenceConfig, MeasureConfig, Row, SamplingConfig, TrainConfig, Training, load, to_dict
-from videoqat.errors import ConfigError
+from videoqat.config import EvidenceConfig, MeasureConfig, Row, RuntimeConfig, SamplingConfig, TrainConfig, Training, load, to_dict
+from videoqat.errors import AttentionError, ConfigError
 from videoqat.evaluation import evidence_run
 from videoqat.evaluation.evidence import measure
 from videoqat.evaluation.evidence_run import gather, jobs, missing, plan, run, wanted
@@ -108,6 +108,10 @@ def test_the_same_command_again_makes_only_what_is_missing(made: tuple[EvidenceC
         again = run(config)
     assert [words[:2] for words in begun] == [["evidence", "measure"]]
     shutil.copytree(Path(config.out) / "rows", tmp_path / "kept" / "rows")
+    other = replace(config, out=str(tmp_path / "kept"), runtime=RuntimeConfig("cpu", kernel="sdpa"))
+    assert plan(other)["missing"] == []  # what is measured can be gathered where its kernels can't be had
+    with pytest.raises(AttentionError, match="kernel='sdpa' can't serve recipe 'attn_qat'"):
+        plan(replace(other, rows=[*ROWS[1:], Row("new", "qat")], plain=""))
     with in_this_process() as begun:  # where nothing but the results was kept
         kept = run(replace(config, out=str(tmp_path / "kept")))
     assert begun == []

@@ -72,8 +72,8 @@ def test_pages_are_what_their_templates_and_results_say(template: Path) -> None:
 
 
 def test_a_failed_case_says_why(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"case 1x1x1-recipe-attn_qat_rotated-full failed with exit code 2: .*objective.flow_shift"):
-        bench_training(settings(tmp_path / "work", recipes=["recipe/attn_qat_rotated"], diffusers=False, overrides=["objective.flow_shift=-1"]))
+    with pytest.raises(UserError, match=r"case 1x1x1-recipe-attn_qat_rotated-full failed with exit code 2: .*optimizer.warmup_steps=99"):
+        bench_training(settings(tmp_path / "work", recipes=["recipe/attn_qat_rotated"], diffusers=False, overrides=["optimizer.warmup_steps=99"]))
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,8 @@ def test_what_can_not_be_exported_is_one_line_and_nothing_is_written(run: Path, 
     out = tmp_path / "out"
     (tmp_path / "there").mkdir()
     refuse(ExportConfig(run=str(run), out=str(tmp_path / "there")), "^out='.*there' is not legal; legal: a folder that is not there yet")
+    (tmp_path / "file").touch()
+    refuse(ExportConfig(run=str(run), out=str(tmp_path / "file" / "out")), "^out='.*file' can't be written: .*file is no folder")
     refuse(ExportConfig(run=str(tmp_path), out=str(out)), "holds no whole checkpoint")
     torn = tmp_path / "torn/checkpoints/step-000002"
     shutil.copytree(run / "checkpoints/step-000002", torn)

@@ -14,13 +14,16 @@ from videoqat.console import say
 
 @dataclass(frozen=True)
 class Command:
-    """One command of the program. `run` and `plan` are `module:function`; each takes the configuration and returns a JSON-able dict."""
+    """One command of the program. `run` and `plan` are `module:function`; each takes the configuration and returns a JSON-able dict.
+
+    `plan` is for --dry-run: it refuses whatever `run` refuses before that loads or writes anything.
+    """
 
     schema: type
     run: str
     help: str
     example: str
-    plan: str | None = None  # for --dry-run, where running would load a model
+    plan: str
 
 
 COMMANDS: dict[str, Command] = {
@@ -29,12 +32,14 @@ COMMANDS: dict[str, Command] = {
         "videoqat.demo:demo",
         "a video from the embedded model, then the whole road on a small set of real clips, on CPU: fine-tune with 4-bit attention, compare, report",
         "videoqat demo out=demo_out",
+        "videoqat.demo:plan",
     ),
     "example-clips": Command(
         cfg.ExampleClipsConfig,
         "videoqat.data.moving_garments:write_clips",
         "write the embedded set of captioned clips as mp4 files with metadata.jsonl",
         "videoqat example-clips out=clips num_clips=64",
+        "videoqat.data.moving_garments:plan",
     ),
     "example-model": Command(
         cfg.ExampleModelConfig,
@@ -126,24 +131,28 @@ COMMANDS: dict[str, Command] = {
         "videoqat.evaluation.evidence:measure",
         "one of its rows: one model under one recipe, its loss on held-out clips, its videos, and whether these show what was asked for",
         "videoqat evidence measure model=tiny-wan recipe=attn_qat cache=cache_held_out out=row",
+        "videoqat.evaluation.evidence:plan",
     ),
     "evidence train-judges": Command(
         cfg.TrainJudgesConfig,
         "videoqat.evaluation.judges:train_judges",
         "train the two networks that judge generated videos, on real clips; how often they are right is measured on others",
         "videoqat evidence train-judges out=judges.safetensors",
+        "videoqat.evaluation.judges:plan_training",
     ),
     "evidence judge": Command(
         cfg.JudgeConfig,
         "videoqat.evaluation.judges:judge",
         "how many generated videos show the garment and the direction that their captions name",
         "videoqat evidence judge videos=videos --json judged.json",
+        "videoqat.evaluation.judges:plan_judging",
     ),
     "bench attention": Command(
         cfg.BenchAttentionConfig,
         "videoqat.attention.bench:bench_attention",
         "time one attention call beside torch's own in the same run",
         "videoqat bench attention recipe=attn_qat num_tokens=2048 num_heads=8 head_dim=64",
+        "videoqat.attention.bench:plan",
     ),
     "bench forward": Command(
         cfg.BenchForwardConfig,
@@ -171,6 +180,7 @@ COMMANDS: dict[str, Command] = {
         "videoqat.doctor:doctor",
         "what this machine can run: devices, kernels, versions; and what a model needs",
         "videoqat doctor model=tiny-wan",
+        "videoqat.doctor:doctor",  # which loads and writes nothing
     ),
 }
 
@@ -196,5 +206,4 @@ def execute(name: str, file: str | None, overrides: list[str], *, dry_run: bool 
         say(f"# videoqat {name}{' (dry run)' if dry_run else ''}: resolved configuration\n{cfg.to_yaml(config).rstrip()}")
     if not dry_run:
         return resolve(command.run)(config)
-    planned = resolve(command.plan)(config) if command.plan else {}
-    return {"dry_run": True, "command": name, "config": cfg.to_dict(config), **planned}
+    return {"dry_run": True, "command": name, "config": cfg.to_dict(config), **resolve(command.plan)(config)}

@@ -14,12 +14,20 @@ from videoqat.commands import execute
 from videoqat.config import DemoConfig, to_dict
 from videoqat.console import say
 from videoqat.errors import UserError
-from videoqat.files import writable_folder, write_json
+from videoqat.files import check_writable, writable_folder, write_json
 from videoqat.models.embedded import CAPTIONS, known
+from videoqat.recipes import get_recipe
 
 
-def _settings_match(out: Path, config: DemoConfig) -> None:
-    """Records the demo's settings in `out`, or checks that an earlier demo there had the same."""
+def _settings(config: DemoConfig) -> dict[str, Any]:
+    """What the demo is made with, if it can be, and if an earlier demo in its folder had the same.
+
+    Raises:
+        UserError: it can't, or hadn't.
+    """
+    out = Path(config.out)
+    check_writable("out", out)
+    get_recipe(config.recipe).check_steps(config.num_inference_steps)
     record = out / "demo.json"
     settings = to_dict(config) | {"embedded": known()["sha256"]}
     if record.is_file():
@@ -28,9 +36,9 @@ def _settings_match(out: Path, config: DemoConfig) -> None:
         if changed:
             key = changed[0]
             raise UserError(f"out={config.out!r} holds a demo with {key}={earlier.get(key)!r}, not {settings[key]!r}; choose another out")
-    elif any(out.iterdir()):
+    elif out.exists() and any(out.iterdir()):
         raise UserError(f"out={config.out!r} is not empty and holds no demo; choose another out")
-    write_json(record, settings)
+    return settings
 
 
 def _stage(title: str, done: Path, command: str, overrides: list[str], file: str | None = None) -> dict[str, Any]:
@@ -55,15 +63,26 @@ def _train(out: Path, title: str, name: str, base: Path, settings: list[str]) ->
     return str(exported)
 
 
+def plan(config: DemoConfig) -> dict[str, Any]:
+    """The `recipes` that the demo would show.
+
+    Raises:
+        UserError: whatever `demo` would refuse before it begins.
+    """
+    _settings(config)
+    return {"recipes": ["bf16", config.recipe]}
+
+
 def demo(config: DemoConfig) -> dict[str, Any]:
     """Runs the demo and returns where the report is and what it found. On two CPU cores it takes some minutes.
 
     Raises:
-        UserError: `out` holds something else, or a demo with other settings.
+        UserError: `out` holds something else, or a demo with other settings; a recipe that keeps more denoising steps than there are.
     """
     started = time.monotonic()
+    settings = _settings(config)
     out = writable_folder("out", config.out)
-    _settings_match(out, config)
+    write_json(out / "demo.json", settings)
     base = out / "models" / "base"
     _stage("The embedded model, trained on moving garments", base, "example-model", ["weights=embedded", f"out={base}"])
     sampling = [f"sampling.{key}={config.size}" for key in ("height", "width")] + [f"sampling.num_inference_steps={config.num_inference_steps}"]

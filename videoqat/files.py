@@ -39,6 +39,19 @@ def writable_folder(key: str, folder: str | Path) -> Path:
     return path
 
 
+def check_writable(key: str, folder: str | Path) -> None:
+    """Requires that `writable_folder` could make or write `folder`, as far as that shows without writing: for plans, which change nothing.
+
+    Raises:
+        UserError: it couldn't; `key` is named.
+    """
+    path = Path(folder).absolute()
+    there = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        reason = "is no folder" if not there.is_dir() else "may not be written to"
+        raise UserError(f"{key}={str(folder)!r} can't be written: {there} {reason}")
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | Path) -> Iterator[Path]:
     """Yields a path beside `path` to write to (same suffix); on success it is renamed to `path`, on failure removed."""

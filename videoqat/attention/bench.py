@@ -65,6 +65,18 @@ class Inputs:
     grad_out: Tensor
 
 
+def plan(config: BenchAttentionConfig) -> dict[str, Any]:
+    """What would be timed: `shapes`, and `receipts` of the kernels that would serve each of them, recipe by recipe.
+
+    Raises:
+        UserError: a device that isn't there, or a shape, dtype or kernel that attention can't serve.
+    """
+    device, dtype = config.runtime.resolve()
+    shapes, recipes = config.chosen_shapes(), [get_recipe(name) for name in config.recipes or [config.recipe]]
+    receipts = [[resolve(recipe, device, dtype, shape.head_dim, config.runtime.kernel).to_dict() for recipe in recipes] for shape in shapes]
+    return {"shapes": [asdict(shape) for shape in shapes], "receipts": receipts}
+
+
 def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
     """Times, memory, FLOP and errors of every recipe and of SDPA (on a GPU: cuDNN and flash) at every shape.
 
@@ -86,6 +98,7 @@ def bench_attention(config: BenchAttentionConfig) -> dict[str, Any]:
     Raises:
         AttentionError: shape, dtype or kernel that attention can't serve.
     """
+    plan(config)  # before the first shape takes its time
     device, dtype = config.runtime.resolve()
     recipes = [get_recipe(name) for name in config.recipes or [config.recipe]]
     results: list[dict[str, Any]] = []
@@ -112,7 +125,6 @@ def _bench_shape(
     contenders = [_of_recipe(recipe, kernel) for recipe in recipes]
     for one in contenders:
         assert one.recipe is not None
-        resolve(one.recipe, device, dtype, shape.head_dim, kernel)
         if config.backward:
             try:
                 resolve(one.recipe, device, dtype, shape.head_dim, kernel, training=True)

@@ -31,7 +31,7 @@ from videoqat.config import ExampleClipsConfig, require
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
 from videoqat.errors import DataError, UserError
-from videoqat.files import atomic_folder, atomic_path, writable_folder, write_json
+from videoqat.files import atomic_folder, atomic_path, check_writable, writable_folder, write_json
 
 GARMENTS = (  # in the order of Fashion-MNIST's labels
     "a t-shirt moves",
@@ -180,6 +180,35 @@ def _bright_colour(rng: np.random.Generator) -> tuple[float, float, float]:
     return red, green, blue
 
 
+def plan(config: ExampleClipsConfig) -> dict[str, Any]:
+    """What `write_clips` would return.
+
+    Raises:
+        UserError: whatever it would refuse before it draws a clip.
+    """
+    return _check(config)[0]
+
+
+def _check(config: ExampleClipsConfig) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """What `write_clips` returns, what set.json says, and which clips there shall be. Raises as `write_clips`."""
+    config.validate()
+    out = Path(config.out)
+    settings = {key: value for key, value in configuration.to_dict(config).items() if key not in ("out", "workers")} | {"version": VERSION}
+    settings["num_photos"] = len(read_photos(config.photos, config.split)[0])  # a folder may hold some of Fashion-MNIST alone
+    drawn = clips_without(config.leave_out, config.num_clips)
+    reused = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if reused and not _holds(out, settings, _names(drawn)):
+        raise UserError(f"out={str(out)!r} holds something else than the clips of these settings; legal: a new or empty folder")
+    if not reused:
+        check_writable("out", out)
+    captions = len({caption_of(index) for index in drawn})
+    return {"out": str(out), "num_clips": config.num_clips, "captions": captions, "reused": reused}, settings, drawn
+
+
+def _names(drawn: list[int]) -> list[str]:
+    return [f"clips/{index:06d}.mp4" for index in drawn]
+
+
 def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
     """Writes `num_clips` mp4 files, metadata.jsonl (file, caption) and set.json (what they were made with) to the folder `config.out`.
 
@@ -189,27 +218,18 @@ def write_clips(config: ExampleClipsConfig) -> dict[str, Any]:
         UserError: `out` holds something else; nothing is touched then.
         DataError: the photos can't be read.
     """
-    config.validate()
-    out = Path(config.out)
-    settings = {key: value for key, value in configuration.to_dict(config).items() if key not in ("out", "workers")} | {"version": VERSION}
-    settings["num_photos"] = len(read_photos(config.photos, config.split)[0])  # a folder may hold some of Fashion-MNIST alone
-    drawn = clips_without(config.leave_out, config.num_clips)
-    names = [f"clips/{index:06d}.mp4" for index in drawn]
-    captions = [caption_of(index) for index in drawn]
-    result = {"out": str(out), "num_clips": config.num_clips, "captions": len(set(captions)), "reused": False}
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        if _holds(out, settings, names):
-            say(f"{out}: {config.num_clips} clips with these settings are here already")
-            return result | {"reused": True}
-        raise UserError(f"out={str(out)!r} holds something else than the clips of these settings; legal: a new or empty folder")
-    writable_folder("out", out)
+    result, settings, drawn = _check(config)
+    if result["reused"]:
+        say(f"{config.out}: {config.num_clips} clips with these settings are here already")
+        return result
+    names, out = _names(drawn), writable_folder("out", config.out)
     with atomic_folder(out) as aside:
         draw = functools.partial(_draw_file, config)
         for _ in progress(
             _in_processes(draw, drawn, [aside / name for name in names], config.workers), total=len(names), desc="drawing clips", unit="clip"
         ):
             pass
-        lines = [json.dumps({"file": name, "caption": caption}) for name, caption in zip(names, captions, strict=True)]
+        lines = [json.dumps({"file": name, "caption": caption_of(index)}) for name, index in zip(names, drawn, strict=True)]
         (aside / "metadata.jsonl").write_text("\n".join(lines) + "\n")
         write_json(aside / "set.json", settings)
     say(f"{out}: {config.num_clips} clips, {result['captions']} captions")

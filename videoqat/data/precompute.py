@@ -35,7 +35,7 @@ from videoqat.data.dataset import INDEX, INDEX_FORMAT
 from videoqat.data.encoder import Encoder
 from videoqat.data.shards import ShardStore, all_finite
 from videoqat.errors import CheckpointError, DataError
-from videoqat.files import write_json
+from videoqat.files import check_writable, write_json
 from videoqat.models.hub import origin
 from videoqat.models.spec import Geometry, ModelFamily, family_of, read_model_json
 from videoqat.parallel.folder import check_ours, sole_user
@@ -65,9 +65,12 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def encoder_fingerprint(folder: str | Path) -> str:
-    """SHA-256 over the files of everything in a pipeline's folder that encodes: VAE, text encoders, tokenizers; not transformers and scheduler."""
-    folder = Path(folder)
+def _encoder_files(folder: Path) -> list[Path]:
+    """The files of everything in a pipeline's folder that encodes: VAE, text encoders, tokenizers; not transformers and scheduler.
+
+    Raises:
+        CheckpointError: a part has none.
+    """
     others = {*family_of(folder).components(folder), "scheduler"}
     parts = [name for name, kind in read_model_json(folder, "model_index.json").items() if isinstance(kind, list) and kind[0] and name not in others]
     files = []
@@ -76,8 +79,14 @@ def encoder_fingerprint(folder: str | Path) -> str:
         if not found:
             raise CheckpointError(f"{folder} is no complete pipeline's folder: {part}/ is not there or empty")
         files += found
+    return files
+
+
+def encoder_fingerprint(folder: str | Path) -> str:
+    """SHA-256 over the files of everything in a pipeline's folder that encodes (`_encoder_files`)."""
+    folder = Path(folder)
     total = hashlib.sha256()
-    for path in progress(files, desc="hashing encoders", unit="file"):
+    for path in progress(_encoder_files(folder), desc="hashing encoders", unit="file"):
         total.update(f"{path.relative_to(folder).as_posix()} {file_hash(path)}\n".encode())
     return total.hexdigest()
 
@@ -147,7 +156,10 @@ def plan(config: PreprocessConfig) -> dict[str, Any]:
     family, geometry, buckets = _checked_geometry(config)
     family.text_tokens(config.model.path, config.max_text_tokens)
     gives_images = _gives_images(config, family)
+    config.runtime.resolve()
+    _encoder_files(Path(config.model.path))
     check_ours(Path(config.out), MARK, "preprocess")
+    check_writable("out", config.out)
     entries = find_clips(config.source)
     skipped = [entry for entry in entries if entry.problem]
     if len(skipped) == len(entries):

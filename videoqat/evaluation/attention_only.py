@@ -19,7 +19,7 @@ from videoqat.config import CompareAttentionConfig, to_dict
 from videoqat.console import progress, say
 from videoqat.errors import ConfigError, GenerationCancelled, UserError
 from videoqat.evaluation.attention_report import text_table, write_report
-from videoqat.files import writable_folder, write_json
+from videoqat.files import check_writable, writable_folder, write_json
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.generation.images import check_image, read_image
 from videoqat.generation.prompts import read_prompts_with_images
@@ -57,6 +57,7 @@ def plan(config: CompareAttentionConfig) -> dict[str, Any]:
     out = Path(config.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"out={str(out)!r} is there already; legal: a new or an empty folder")
+    check_writable("out", out)
     prompts = read_prompts_with_images(config.prompts)
     for prompt, image in prompts:
         check_image(config.model, image, f"prompts={config.prompts!r}, {prompt!r}: image")

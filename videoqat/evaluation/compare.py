@@ -34,7 +34,7 @@ from videoqat.evaluation.curves import read_curves
 from videoqat.evaluation.layers import LayerErrors
 from videoqat.evaluation.report import write_report
 from videoqat.evaluation.resume import check_out
-from videoqat.files import atomic_path, file_stats, writable_folder, write_json
+from videoqat.files import atomic_path, check_writable, file_stats, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling, choose_recipe
 from videoqat.generation.images import check_image, read_image
 from videoqat.generation.prompts import read_prompts_with_images
@@ -125,6 +125,7 @@ def plan(config: CompareConfig) -> dict[str, Any]:
         for entry in config.entries:
             resolve_objective(config.objective, family_of(entry.model).noise_schedule(entry.model))
     check_out(Path(config.out), _settings(config, prompts), "comparison")
+    check_writable("out", config.out)
     videos = (len(config.entries) + 1) * len(prompts) * len(config.seeds)
     said = [prompt for prompt, _ in prompts]
     return {"entries": entries, "prompts": said, "seeds": list(config.seeds), "videos": videos, "device": str(device), "dtype": str(dtype)}

@@ -7,21 +7,23 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from videoqat.attention.backends import record_receipts
-from videoqat.config import MeasureConfig, ObjectiveConfig, SamplingConfig, existing, require, to_dict
+from videoqat.attention.backends import Receipt, record_receipts, resolve
+from videoqat.config import MeasureConfig, ObjectiveConfig, RuntimeConfig, SamplingConfig, existing, require, to_dict
 from videoqat.console import progress
+from videoqat.data.dataset import CachedVideos
 from videoqat.data.video_io import read_video, write_video
 from videoqat.errors import ConfigError
 from videoqat.evaluation import fidelity, st_lpips
 from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
-from videoqat.files import writable_folder, write_json
+from videoqat.files import check_writable, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
 from videoqat.models.install import observe
+from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.recipes import AttentionRecipe, get_recipe
 from videoqat.training import validation
@@ -29,6 +31,68 @@ from videoqat.training.objective import resolve as resolve_objective
 
 RESULT = "result.json"
 FOUR_BITS = ("nvfp4", "mxfp4")
+
+
+class _Checked(NamedTuple):
+    """A configuration that can be measured; no weights of the model are loaded yet."""
+
+    recipe: AttentionRecipe
+    receipt: Receipt
+    cache: CachedVideos
+    prompts: list[str]
+    judged: bool
+    network: st_lpips.StLpips | None
+    about_lpips: dict[str, str] | None
+
+
+def _check(config: MeasureConfig) -> _Checked:
+    config.validate()
+    recipe = get_recipe(config.recipe)
+    cache = validation.check_cache(config.cache, [config.model], "cache")
+    prompts = read_prompts(config.prompts) if config.prompts else []
+    if prompts:
+        check_sampling(config.model, config.sampling)
+        fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
+    check_recipe(config.model, recipe, config.sampling)
+    receipt = check_kernel(config.model, recipe, config.runtime)
+    for place in range(len(prompts)) if config.reference else ():
+        video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
+        require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")
+    if config.reference and prompts:
+        _check_reference(config, prompts)
+    judged = has_judges(prompts, config.sampling)
+    network, about_lpips = None, None
+    if prompts:
+        network, about_lpips = st_lpips.load(config.st_lpips, [(config.sampling.height, config.sampling.width)], config.runtime.resolve()[0])
+    check_writable("out", config.out)
+    return _Checked(recipe, receipt, cache, prompts, judged, network, about_lpips)
+
+
+def check_kernel(model: str, recipe: AttentionRecipe, runtime: RuntimeConfig) -> Receipt:
+    """The kernel that the quantised layers of the model in a folder will get.
+
+    Raises:
+        ConfigError: no such device. AttentionError: no kernel can serve, or not the one that is asked for.
+    """
+    family, (device, dtype) = family_of(model), runtime.resolve()
+    head_dim = family.geometry(model, family.components(model)[0]).head_dim
+    return resolve(recipe, device, dtype, head_dim, runtime.kernel if recipe.is_quantised else "auto")
+
+
+def plan(config: MeasureConfig) -> dict[str, Any]:
+    """What `measure` would look at: `samples` and `videos` (how many), `recipe`, `receipt` (the kernel that would serve), `st_lpips`.
+
+    Raises:
+        UserError: whatever `measure` would refuse before it loads the model.
+    """
+    checked = _check(config)
+    return {
+        "samples": len(validation.choose_samples(len(checked.cache), config.samples)),
+        "videos": len(checked.prompts),
+        "recipe": checked.recipe.to_dict(),
+        "receipt": checked.receipt.to_dict(),
+        "st_lpips": checked.about_lpips,
+    }
 
 
 def measure(config: MeasureConfig) -> dict[str, Any]:
@@ -45,23 +109,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
     Raises:
         UserError: bad input. NonFiniteLoss, NonFiniteVideo: what the model gives is no number.
     """
-    config.validate()
-    recipe = get_recipe(config.recipe)
-    cache = validation.check_cache(config.cache, [config.model], "cache")
-    prompts = read_prompts(config.prompts) if config.prompts else []
-    if prompts:
-        check_sampling(config.model, config.sampling)
-        check_recipe(config.model, recipe, config.sampling)
-        fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
-    for place in range(len(prompts)) if config.reference else ():
-        video = Path(config.reference) / "videos" / f"{place:03d}.mp4"
-        require(video.is_file(), "reference", config.reference, f"the folder of a row with its videos, but it has no videos/{video.name}")
-    if config.reference and prompts:
-        _check_reference(config, prompts)
-    judged = has_judges(prompts, config.sampling)
-    network, about_lpips = None, None
-    if prompts:
-        network, about_lpips = st_lpips.load(config.st_lpips, [(config.sampling.height, config.sampling.width)], config.runtime.resolve()[0])
+    recipe, _, cache, prompts, judged, network, about_lpips = _check(config)
     out = writable_folder("out", config.out)
     engine = Engine(config.model, config.runtime)
     engine.install(recipe)

@@ -26,15 +26,17 @@ from typing import Any
 import torch
 import yaml
 
+from videoqat.attention.backends import resolve
 from videoqat.config import EvidenceConfig, Row, TrainConfig, Training, load, require, to_dict
 from videoqat.config.evidence import name_in_files
 from videoqat.console import say
-from videoqat.errors import ConfigError
+from videoqat.errors import UserError
 from videoqat.evaluation import fidelity, st_lpips
-from videoqat.evaluation.evidence import RESULT, has_judges
-from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.evaluation.evidence import RESULT, check_kernel, has_judges
+from videoqat.files import atomic_path, check_writable, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
+from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.recipes import get_recipe
 from videoqat.training import validation
@@ -258,33 +260,47 @@ def _sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def plan(config: EvidenceConfig) -> dict[str, Any]:
-    """What is to be done, as far as can be said without loading a weight: `trainings` and `rows` in all, and which rows are `missing`."""
+    """What is to be done, as far as can be said without loading a weight: `trainings` and `rows` in all, and which rows are `missing`.
+
+    Raises:
+        UserError: whatever `run` would refuse before anything is begun.
+    """
     config.validate()
+    config.runtime.resolve()
     validation.check_cache(config.held_out, [config.base], "held_out")
     if config.prompts:
         has_judges(read_prompts(config.prompts), config.sampling)
         check_sampling(config.base, config.sampling)
         fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
     _about_st_lpips(config)
+    rows, left = wanted(config), missing(config)
     for row in config.rows:
-        check_recipe(config.base, row.resolve(config.sensitivity), config.sampling)
+        recipe = row.resolve(config.sensitivity)
+        check_recipe(config.base, recipe, config.sampling)
+        if any(row == other for other, _ in left):  # results can be gathered where nothing could be measured
+            check_kernel(config.base, recipe, config.runtime)
     for training in config.trainings:
-        _check_settings(config, training)
-    rows, left = wanted(config), [str(_row_folder(config, row.name, seed)) for row, seed in missing(config)]
-    return {"trainings": len({(row.training, seed) for row, seed in rows if row.training}), "rows": len(rows), "missing": left}
+        _check_settings(config, training, begun=any(row.training == training.name for row, _ in left))
+    check_writable("out", config.out)
+    _settings(config)
+    trainings = {(row.training, seed) for row, seed in rows if row.training}
+    return {"trainings": len(trainings), "rows": len(rows), "missing": [str(_row_folder(config, row.name, seed)) for row, seed in left]}
 
 
-def _check_settings(config: EvidenceConfig, training: Training) -> None:
-    """Requires that `train` takes the settings: its process would find out after others have worked for hours.
+def _check_settings(config: EvidenceConfig, training: Training, *, begun: bool) -> None:
+    """Requires that `train` takes the settings and, if it is to be `begun`, gets a kernel: its process would find out hours later.
 
     Raises:
-        ConfigError: it doesn't; names the training.
+        UserError: it doesn't; names the training.
     """
     (words, _), _ = _training_job(config, training, config.seeds[0]).commands
     try:
-        load(TrainConfig, None, [f"{DEVICE}{config.runtime.device}" if word == DEVICE else word for word in words[1:]])
-    except ConfigError as error:
-        raise ConfigError(f"trainings: {training.name!r}: {error}") from error
+        given = load(TrainConfig, None, [f"{DEVICE}{config.runtime.device}" if word == DEVICE else word for word in words[1:]])
+        head_dim, dtype = family_of(config.base).geometry(config.base, given.model.component).head_dim, getattr(torch, given.train.compute_dtype)
+        if begun:
+            resolve(get_recipe(training.recipe), given.runtime.resolve()[0], dtype, head_dim, given.runtime.kernel, training=True)
+    except UserError as error:
+        raise type(error)(f"trainings: {training.name!r}: {error}") from error
 
 
 def _about_st_lpips(config: EvidenceConfig) -> dict[str, str] | None:
@@ -305,7 +321,7 @@ def run(config: EvidenceConfig) -> dict[str, Any]:
     """
     plan(config)
     out = writable_folder("out", config.out)
-    _agree_with_earlier(config, out / "settings.json")
+    write_json(out / "settings.json", _settings(config))
     for row, seed in missing(config):
         (_row_folder(config, row.name, seed) / RESULT).unlink(missing_ok=True)  # of other weights
         if row.keep or row.changes:
@@ -320,13 +336,13 @@ def run(config: EvidenceConfig) -> dict[str, Any]:
     return gathered | {"problems": problems, "exit_code": 1 if problems else 0}
 
 
-def _agree_with_earlier(config: EvidenceConfig, record: Path) -> None:
-    """Rows, trainings and seeds may be added to what is there; what a name stands for, and all that rows share, must stay.
+def _settings(config: EvidenceConfig) -> dict[str, Any]:
+    """What goes to settings.json. Rows, trainings and seeds may be added; what a name stands for, and all that rows share, must stay.
 
     Raises:
         ConfigError: it doesn't; the setting and its earlier value are named.
     """
-    given = to_dict(config)
+    record, given = Path(config.out) / "settings.json", to_dict(config)
     free = ("out", "rows", "trainings", "seeds", "at_once", "minutes", "sensitivity", "st_lpips")
     settings = {key: value for key, value in given.items() if key not in free}
     about_lpips = _about_st_lpips(config)  # the hash of its weights, wherever the file lies
@@ -338,7 +354,7 @@ def _agree_with_earlier(config: EvidenceConfig, record: Path) -> None:
     earlier = json.loads(record.read_text()) if record.is_file() else {}
     for key, value in settings.items():
         require(earlier.get(key, value) == value, key, value, f"{earlier.get(key)!r}, as in {record.parent}; or another out")
-    write_json(record, earlier | settings)
+    return earlier | settings
 
 
 def gather(config: EvidenceConfig) -> dict[str, Any]:

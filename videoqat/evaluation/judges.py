@@ -30,7 +30,7 @@ from videoqat.data.clips import decode_clip, write_video
 from videoqat.data.moving_garments import DIRECTIONS, GARMENTS, caption_of, draw_clip, draw_views, read_photos
 from videoqat.data.video_io import read_video
 from videoqat.errors import CheckpointError, DataError
-from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.files import atomic_path, check_writable, writable_folder, write_json
 from videoqat.provenance import provenance
 
 ASSET = Path(__file__).parent / "assets" / "judges.safetensors"
@@ -180,19 +180,10 @@ def confusion(asked: list[int], found: list[int], answers: int) -> list[list[int
 # --- judging
 
 
-def judge(config: JudgeConfig) -> dict[str, Any]:
-    """Judges the videos of a folder that `generate prompts=FILE` wrote, by their captions.
-
-    Returns:
-        As `accuracies`, and `by_garment`, `by_direction` (shares), `confusion` of garments, `real_clips` (how often the judges are right on those)
-        and `provenance`.
-
-    Raises:
-        DataError: no such folder of videos, or a caption that the judges don't know.
-    """
+def _check_videos(config: JudgeConfig) -> tuple[Judges, list[str], list[Path]]:
+    """The judges, the captions and the files. Raises as `judge`."""
     config.validate()
     folder = Path(config.videos)
-    judges = Judges.load(config.judges or ASSET)
     try:
         videos = json.loads((folder / "manifest.json").read_text())["videos"]
         prompts, files = [video["prompt"] for video in videos], [folder / video["video"] for video in videos]
@@ -203,6 +194,33 @@ def judge(config: JudgeConfig) -> dict[str, Any]:
         raise DataError(
             f"videos={config.videos!r}: no judge knows {unknown[0] if unknown else 'no video at all'!r}; captions are as {caption_of(7)!r}"
         )
+    absent = [file for file in files if not file.is_file()]
+    if absent:
+        raise DataError(f"videos={config.videos!r}: {absent[0].name} of its manifest is not there; generate makes it again")
+    return Judges.load(config.judges or ASSET), prompts, files
+
+
+def plan_judging(config: JudgeConfig) -> dict[str, Any]:
+    """What `judge` would look at: how many `videos`, and what is known of the judges (`real_clips`).
+
+    Raises:
+        UserError: whatever `judge` would refuse before it looks at a video.
+    """
+    judges, prompts, _ = _check_videos(config)
+    return {"videos": len(prompts), "real_clips": judges.card["real_clips"]}
+
+
+def judge(config: JudgeConfig) -> dict[str, Any]:
+    """Judges the videos of a folder that `generate prompts=FILE` wrote, by their captions.
+
+    Returns:
+        As `accuracies`, and `by_garment`, `by_direction` (shares), `confusion` of garments, `real_clips` (how often the judges are right on those)
+        and `provenance`.
+
+    Raises:
+        DataError: no such folder of videos, one of them gone, or a caption that the judges don't know. CheckpointError: no judges.
+    """
+    judges, prompts, files = _check_videos(config)
     asked = [CAPTIONS[prompt] for prompt in prompts]
     found = [judges.judge(read_video(file)[0]) for file in progress(files, desc="judging", unit="video")]
     result = accuracies(asked, found) | {
@@ -212,7 +230,7 @@ def judge(config: JudgeConfig) -> dict[str, Any]:
         "real_clips": judges.card["real_clips"],
         "provenance": provenance("cpu"),
     }
-    say(f"{folder}: " + ", ".join(f"{kind} {result[kind]['share']:.1%}" for kind in KINDS) + f" of {len(videos)} videos as the caption says")
+    say(f"{config.videos}: " + ", ".join(f"{kind} {result[kind]['share']:.1%}" for kind in KINDS) + f" of {len(files)} videos as the caption says")
     return result
 
 
@@ -224,20 +242,36 @@ def _shares(asked: list[tuple[int, int]], found: list[tuple[int, int]], kind: in
 # --- training
 
 
+def _check_training(config: TrainJudgesConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Photos, labels, and which of them are for testing alone. Raises as `train_judges`."""
+    config.validate()
+    require(config.out.endswith(".safetensors"), "out", config.out, "a path that ends in .safetensors")
+    check_writable("out", Path(config.out).parent)
+    photos, labels = read_photos(config.photos, "held_out")
+    return photos, labels, np.arange(len(photos)) % 5 == 4
+
+
+def plan_training(config: TrainJudgesConfig) -> dict[str, Any]:
+    """How many photos `train_judges` would train and test on: `photos`, `test_photos`.
+
+    Raises:
+        UserError: whatever it would refuse before it begins.
+    """
+    *_, test = _check_training(config)
+    return {"photos": int((~test).sum()), "test_photos": int(test.sum())}
+
+
 def train_judges(config: TrainJudgesConfig) -> dict[str, Any]:
     """Trains both judges on the CPU, measures them on real clips from photos they have not seen, and writes them to `config.out`.
 
     Returns the card: `real_clips` (as `accuracies`, with `confusion`), `trained_on`, `seed`, `seconds`, `parameters`, `provenance`.
 
     Raises:
-        DataError: the photos can't be read.
+        UserError: `out` can't be written. DataError: the photos can't be read.
     """
-    config.validate()
-    require(config.out.endswith(".safetensors"), "out", config.out, "a path that ends in .safetensors")
+    photos, labels, test = _check_training(config)
     writable_folder("out", Path(config.out).parent)
     began = time.monotonic()
-    photos, labels = read_photos(config.photos, "held_out")
-    test = np.arange(len(photos)) % 5 == 4
     networks = _trained(photos[~test], labels[~test], config)
     judges = Judges(networks, {})
     found, wanted = [], [CAPTIONS[caption_of(i)] for i in range(config.num_test_clips)]

@@ -32,7 +32,7 @@ from videoqat.errors import ConfigError
 from videoqat.evaluation import sensitivity_report
 from videoqat.evaluation.probe import Choice, Point, Probe, figures, points_of, with_formats
 from videoqat.evaluation.resume import SETTINGS, check_out
-from videoqat.files import atomic_path, file_stats, writable_folder, write_json
+from videoqat.files import atomic_path, check_writable, file_stats, writable_folder, write_json
 from videoqat.generation.engine import choose_recipe
 from videoqat.models.hub import origin
 from videoqat.models.install import check_policy
@@ -115,6 +115,7 @@ class Sensitivity:
         self._probe: Probe | None = None
         self.settings = self._settings()
         check_out(self.out, self.settings, "sensitivity result")
+        check_writable("out", self.out)
 
     def _component(self, name: str) -> _Component:
         """A transformer and its points, with what is known of each from an earlier run in this folder."""

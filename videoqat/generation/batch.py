@@ -24,7 +24,7 @@ from videoqat.config import GenerateConfig, to_dict
 from videoqat.console import own_rank, progress, say
 from videoqat.data.precompute import file_hash
 from videoqat.errors import NonFiniteError, UserError
-from videoqat.files import atomic_path, file_stats, write_json
+from videoqat.files import atomic_path, check_writable, file_stats, write_json
 from videoqat.generation import single
 from videoqat.generation.division import Division, check_division, check_guided, open_division
 from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
@@ -73,6 +73,7 @@ def plan_folder(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
                 raise type(error)(f"prompts={config.prompts!r}, line {video.line}: {error}") from error
             sizes[wish] |= {key: getattr(video.sampling, key) for key in ("num_frames", "height", "width")}
     check_ours(Path(config.out), MARK, COMMAND)
+    check_writable("out", config.out)
     shown = [{key: size[key] for key in ("num_frames", "height", "width", "num_tokens")} for size in sizes.values()]
     planned = {
         "videos": len(found),

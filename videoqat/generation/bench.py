@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from videoqat.attention.backends import resolve
 from videoqat.config import BenchGenerationConfig, SamplingConfig, choice, parse_bucket, to_dict
 from videoqat.console import progress, say
 from videoqat.data.video_io import write_video
-from videoqat.generation.engine import Engine, check_sampling
+from videoqat.generation.engine import Engine, check_recipe, check_sampling
 from videoqat.generation.meter import Mark, Stopwatch, peak_memory, reset_peak_memory, watched
 from videoqat.models.install import uninstall
 from videoqat.models.published import published, random_transformer, write_folder
@@ -46,10 +47,13 @@ def plan(config: BenchGenerationConfig) -> dict[str, Any]:
         if one.pipeline == "WanPipeline" and len(one.components) == 1 and not one.index.get("expand_timesteps")
     ]
     choice("model", config.model, wans)
-    config.runtime.resolve()
+    device, dtype = config.runtime.resolve()
     with tempfile.TemporaryDirectory() as work:
-        sampling = _sampling(config)
-        size = check_sampling(write_folder(Path(work) / "model", config.model), sampling)
+        sampling, folder = _sampling(config), write_folder(Path(work) / "model", config.model)
+        size = check_sampling(folder, sampling)
+        for recipe in map(get_recipe, config.recipes):
+            check_recipe(folder, recipe, sampling)
+            resolve(recipe, device, dtype, size["head_dim"], config.runtime.kernel if recipe.is_quantised else "auto")
     return {"size": f"{sampling.num_frames}x{sampling.height}x{sampling.width}", "num_tokens": size["num_tokens"]}
 
 

@@ -14,7 +14,7 @@ from videoqat.console import progress
 from videoqat.data.precompute import file_hash
 from videoqat.data.video_io import write_video
 from videoqat.errors import UserError
-from videoqat.files import file_stats, writable_folder, write_json
+from videoqat.files import check_writable, file_stats, writable_folder, write_json
 from videoqat.generation.division import check_division, check_guided, open_division
 from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
 from videoqat.generation.images import check_image, read_image
@@ -38,6 +38,7 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
     sidecar = Path(config.out).with_suffix(".json")
     if sidecar.exists() and not config.overwrite:
         raise UserError(f"out={config.out!r}: {sidecar} exists; legal: a name not taken yet, or overwrite=true")
+    check_writable("out", Path(config.out).parent)
     return {**size, **plan_attention(config, size["head_dim"])}
 
 

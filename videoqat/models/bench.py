@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from videoqat.attention.backends import record_receipts
+from videoqat.attention.backends import record_receipts, resolve
 from videoqat.attention.bench_check import relative_errors
 from videoqat.attention.functional import attention
 from videoqat.config import BenchForwardConfig, choice, parse_bucket, to_dict
 from videoqat.console import progress, say
-from videoqat.models.install import install, observe, uninstall
+from videoqat.models.install import check_kept_layers, install, observe, uninstall
 from videoqat.models.published import published, random_transformer, write_folder
 from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
@@ -46,12 +46,15 @@ def plan(config: BenchForwardConfig) -> dict[str, Any]:
         UserError: whatever `bench_forward` refuses before it draws weights.
     """
     choice("model", config.model, published())
-    config.runtime.resolve()
+    device, dtype = config.runtime.resolve()
     size = parse_bucket("size", config.size or published()[config.model].size)
     with tempfile.TemporaryDirectory() as work:
         folder = write_folder(Path(work) / "model", config.model)
         geometry = family_of(folder).geometry(folder)
     geometry.check_size("size", *size)
+    for recipe in map(get_recipe, config.recipes):
+        check_kept_layers(recipe, "transformer", geometry.num_layers)
+        resolve(recipe, device, dtype, geometry.head_dim, config.runtime.kernel if recipe.is_quantised else "auto")
     return {"size": "x".join(map(str, size)), "num_tokens": geometry.num_tokens(*size)}
 
 

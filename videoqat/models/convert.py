@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from videoqat.config import ConvertConfig, choice
 from videoqat.console import say
 from videoqat.errors import CheckpointError
-from videoqat.files import atomic_folder, writable_folder, write_json
+from videoqat.files import atomic_folder, check_writable, writable_folder, write_json
 from videoqat.models.hub import ORIGIN, origin
 from videoqat.models.spec import family_of
 from videoqat.models.weights import check_complete, compare, refuse_integers, shapes_in
@@ -26,6 +26,7 @@ def plan(config: ConvertConfig) -> dict[str, Any]:
     Raises:
         UserError: whatever `convert` would refuse before it reads weights.
     """
+    check_writable("out", Path(config.out).parent)
     family, names = family_of(config.model), shapes_in(Path(config.transformer_file))
     choice("component", config.component, family.components(config.model))
     transformer = family.build(config.model, config.component)

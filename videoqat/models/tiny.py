@@ -19,7 +19,7 @@ import torch
 from videoqat.config import ExampleModelConfig
 from videoqat.console import say
 from videoqat.errors import UserError
-from videoqat.files import atomic_folder, writable_folder, write_json
+from videoqat.files import atomic_folder, check_writable, writable_folder, write_json
 from videoqat.models import embedded
 from videoqat.models.spec import family_of
 from videoqat.models.tiny_hunyuan import hunyuan_pipeline
@@ -72,6 +72,7 @@ def _sized(config: ExampleModelConfig) -> ExampleModelConfig:
     config.validate()
     if Path(config.out).exists():
         raise UserError(f"out={config.out!r} exists already; legal: a folder that doesn't")
+    check_writable("out", Path(config.out).parent)
     own = embedded.sized(config) if config.weights == "embedded" else SIZES
     sizes: dict[str, Any] = {key: getattr(config, key) or size for key, size in own.items()}
     return dataclasses.replace(config, **sizes)

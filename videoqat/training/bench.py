@@ -10,19 +10,24 @@ import math
 import statistics
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from videoqat.config import BenchTrainingConfig, choice, parse_bucket, require, to_dict
+from videoqat.attention.backends import resolve
+from videoqat.config import BenchTrainingConfig, TrainConfig, choice, load, parse_bucket, require, to_dict
 from videoqat.console import say
 from videoqat.data.synthetic import write_cache
 from videoqat.errors import UserError
-from videoqat.files import writable_folder, write_json
+from videoqat.files import check_writable, writable_folder, write_json
+from videoqat.models.install import check_kept_layers
 from videoqat.models.published import published, write_folder
 from videoqat.models.spec import family_of
+from videoqat.parallel.mesh import resolve_layout
 from videoqat.provenance import provenance
+from videoqat.recipes import get_recipe
 from videoqat.training.bench_diffusers import measure_in_a_process
 from videoqat.training.runlog import read_log
 
@@ -34,20 +39,10 @@ def _layout(text: str) -> tuple[int, int, int]:
     return replicate, shard, sp
 
 
-def _train(config: BenchTrainingConfig, name: str, layout: str, settings: dict[str, Any]) -> Path:
-    """Runs `videoqat train` on as many processes as `layout` asks for; returns its folder.
-
-    Raises:
-        UserError: it failed; the end of what it said is in the message.
-    """
+def _overrides(config: BenchTrainingConfig, layout: str, settings: dict[str, Any]) -> list[str]:
+    """`key=value` of the `train` of a case: `settings`, what all cases share, and what was asked for."""
     replicate, shard, sp = _layout(layout)
-    work, processes = Path(config.work), replicate * shard * sp
-    name = name.replace("/", "-")  # a recipe may be the path of a file
-    out = work / "runs" / name
-    settings = {
-        "model.path": work / "model",
-        "cache": work / "cache",
-        "out": out,
+    common = {
         "parallel.dp_replicate": replicate,
         "parallel.dp_shard": shard,
         "parallel.sp": sp,
@@ -55,9 +50,22 @@ def _train(config: BenchTrainingConfig, name: str, layout: str, settings: dict[s
         "train.health_every": 0,
         "runtime.device": config.runtime.device,
         "runtime.kernel": config.runtime.kernel,
-    } | settings
+    }
+    return [*(f"{key}={value}" for key, value in (common | settings).items()), *config.overrides]
+
+
+def _train(config: BenchTrainingConfig, name: str, layout: str, settings: dict[str, Any]) -> Path:
+    """Runs `videoqat train` on as many processes as `layout` asks for; returns its folder.
+
+    Raises:
+        UserError: it failed; the end of what it said is in the message.
+    """
+    work, processes = Path(config.work), math.prod(_layout(layout))
+    name = name.replace("/", "-")  # a recipe may be the path of a file
+    out = work / "runs" / name
+    settings = {"model.path": work / "model", "cache": work / "cache", "out": out} | settings
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    overrides = [*(f"{key}={value}" for key, value in settings.items()), *config.overrides]
+    overrides = _overrides(config, layout, settings)
     say(f"{name}: {processes} process(es)")
     done = subprocess.run([sys.executable, *launcher, "-m", "videoqat", "train", *overrides], capture_output=True, text=True, check=False)
     (work / f"{name}.log").write_text(done.stdout + done.stderr)
@@ -135,7 +143,8 @@ def plan(config: BenchTrainingConfig) -> dict[str, Any]:
     """The `cases` that would be timed.
 
     Raises:
-        UserError: a model that isn't known, fewer GPUs than a layout asks for.
+        UserError: a model that isn't known, a size or a layout that it can't have, fewer GPUs than a layout asks for,
+            `overrides` that `train` doesn't take, a recipe that no kernel serves.
     """
     choice("model", config.model, published())
     device, _ = config.runtime.resolve()
@@ -143,6 +152,17 @@ def plan(config: BenchTrainingConfig) -> dict[str, Any]:
         wanted = math.prod(_layout(layout))
         there = torch.cuda.device_count() if device.type == "cuda" else wanted
         require(wanted <= there, key, layout, f"layouts of at most {there} processes, one for each GPU here")
+    check_writable("work", config.work)
+    with tempfile.TemporaryDirectory() as place:
+        folder = write_folder(Path(place) / "model", config.model)
+        geometry = family_of(folder).geometry(folder)
+        geometry.check_size("size", *parse_bucket("size", config.size))
+        for layout in filter(None, (*config.layouts, config.resume_onto)):
+            given = load(TrainConfig, None, _overrides(config, layout, {"model.path": folder, "cache": place, "out": config.work}))
+            resolve_layout(given.parallel, math.prod(_layout(layout)), geometry.num_heads)
+            for recipe in map(get_recipe, config.recipes):
+                check_kept_layers(recipe, "transformer", geometry.num_layers)
+                resolve(recipe, device, getattr(torch, given.train.compute_dtype), geometry.head_dim, config.runtime.kernel, training=True)
     return {"cases": [f"{layout}-{recipe}-{mode}" for layout in config.layouts for mode in config.checkpointing for recipe in config.recipes]}
 
 

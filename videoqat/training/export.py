@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from videoqat.config import ExportConfig, require
 from videoqat.console import is_rank_zero, say
 from videoqat.errors import CheckpointError, UserError
-from videoqat.files import atomic_folder, writable_folder, write_json
+from videoqat.files import atomic_folder, check_writable, writable_folder, write_json
 from videoqat.models.spec import ModelFamily, family_of
 from videoqat.provenance import provenance
 from videoqat.training import state
@@ -39,6 +39,7 @@ class _Source:
 
 def _check(config: ExportConfig) -> _Source:
     require(not Path(config.out).exists(), "out", config.out, "a folder that is not there yet")
+    check_writable("out", Path(config.out).parent)
     if config.checkpoint == "latest":
         kept = state.whole(Path(config.run) / "checkpoints")
         if not kept:

@@ -15,7 +15,7 @@ from videoqat.config import TrainConfig, to_yaml
 from videoqat.console import is_rank_zero, progress, say
 from videoqat.data.dataset import CachedVideos
 from videoqat.errors import NonFiniteError, UserError
-from videoqat.files import atomic_path, writable_folder, write_json
+from videoqat.files import atomic_path, check_writable, writable_folder, write_json
 from videoqat.models.hub import origin
 from videoqat.models.install import divided_by
 from videoqat.parallel.mesh import Mesh, collective_errors, open_mesh
@@ -262,5 +262,6 @@ def plan(config: TrainConfig) -> dict[str, Any]:
     """
     job = check(config, config.parallel.world_size or None)
     check_looks(job)
+    check_writable("out", config.out)
     chosen = choose_checkpoint(job)
     return estimate(job) | {"resumed_from": str(chosen) if chosen else None}
