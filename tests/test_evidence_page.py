@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,10 @@ from videoqat.commands import execute
 from videoqat.config import EvidenceConfig, ExampleModelConfig, load
 from videoqat.data.video_io import read_video, write_video
 from videoqat.errors import ConfigError, DataError, UserError
-from videoqat.evaluation import evidence_figures, evidence_picture
+from videoqat.evaluation import charts, evidence_figures, evidence_picture
 from videoqat.evaluation.evidence_picture import picture, save
 from videoqat.evaluation.evidence_run import plan, run
-from videoqat.evaluation.evidence_table import interval, read_tables, render, summarise
+from videoqat.evaluation.evidence_table import TABLES, interval, read_tables, render, summarise
 from videoqat.evaluation.evidence_words import aim, claim, compared
 from videoqat.models.tiny import build_pipeline
 
@@ -40,9 +41,13 @@ def _row(name: str, seed: int, losses: list[float]) -> dict:
     return {"name": name, "seed": seed, "clip_losses": losses, **what}
 
 
+def _asked(*names: str) -> list[dict]:
+    return [{"name": name, "training": "", "reference": "", "plain": "", "keep": 0, "videos": True} for name in names]
+
+
 def test_what_is_won_back_is_worked_out_seed_by_seed() -> None:
     """Two seeds whose references differ by far more than the gaps."""
-    names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4", "QAT", "missing")]
+    names = _asked("BF16", "NVFP4", "QAT", "missing")
     rows = [_row(n, 0, [1.0 + d, 2.0 + d]) for n, d in (("BF16", 0.0), ("NVFP4", 0.1), ("QAT", 0.02))]
     rows += [_row(n, 1, [5.0 + d, 7.0 + d]) for n, d in (("BF16", 0.0), ("NVFP4", 0.2), ("QAT", 0.1))]
     bf16, nvfp4, qat = summarise({"config": {"rows": names, "reference": "", "plain": "", "seeds": [0, 1]}, "rows": rows})
@@ -55,12 +60,14 @@ def test_what_is_won_back_is_worked_out_seed_by_seed() -> None:
     assert qat["direction"]["share"] == 7 / 8
     assert qat["psnr"] == 20.5
     assert qat["ci95"] == pytest.approx([0.06 - 12.706 * 0.04, 0.06 + 12.706 * 0.04])  # two seeds, 0.02 and 0.1, and clips that differ alike
-    assert qat["recovered_ci95"] == pytest.approx([1 - 0.06 / 0.15] * 2)
+    left = 0.06 / 0.15  # of the mean gap; the seeds stand 0.02 - 0.1 left and 0.1 - 0.2 left around it, and the clips alike
+    half = 12.706 * np.std([0.02 - 0.1 * left, 0.1 - 0.2 * left], ddof=1) / 0.15 / math.sqrt(2)
+    assert qat["recovered_ci95"] == pytest.approx([1 - left - half, 1 - left + half])
 
 
 def test_the_base_stands_for_every_seed() -> None:
     """Without videos it is measured once; trainings of other seeds are held against it all the same."""
-    names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4", "QAT")]
+    names = _asked("BF16", "NVFP4", "QAT")
     rows = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.1, 2.1])]
     rows += [{**_row("QAT", seed, [1.0 + gap, 2.0 + gap]), "training": "qat"} for seed, gap in enumerate((0.01, 0.03, 0.05))]
     bf16, nvfp4, qat = summarise({"config": {"rows": names, "reference": "", "plain": "", "seeds": [0, 1, 2]}, "rows": rows})
@@ -69,11 +76,53 @@ def test_the_base_stands_for_every_seed() -> None:
     assert [qat["recovered"][key] for key in ("mean", "low", "high")] == pytest.approx([0.7, 0.5, 0.9])
 
 
+def test_without_4_bits_nothing_is_won_back() -> None:
+    """Weights of Attn-QAT run in BF16, or attention in 8 bits: near BF16's loss, since they don't pay for 4 bits."""
+    rows = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.1, 2.1]), {**_row("QAT in BF16", 0, [1.01, 2.01]), "four_bit_share": 0.0}]
+    one = {"config": {"rows": _asked("BF16", "NVFP4", "QAT in BF16"), "reference": "", "plain": "", "seeds": [0]}, "rows": rows}
+    assert [row["recovered"] for row in summarise(one)] == [None] * 3
+
+
+def test_videos_are_held_against_those_of_the_same_caption() -> None:
+    """PSNR against that of plain 4 bits, flicker against BF16's; what is identical has no PSNR, and so no difference."""
+    names, rows = _asked("BF16", "NVFP4", "QAT"), []
+    for name, psnr, flicker in (("BF16", None, (1.0, 2.0)), ("NVFP4", (20.0, 30.0), (1.5, 2.0)), ("QAT", (21.0, 33.0), (0.5, 2.5))):
+        videos = [{"fidelity": {"psnr_mean": psnr and psnr[at], "ssim_mean": 1.0}, "flicker": flicker[at]} for at in (0, 1)]
+        rows.append({**_row(name, 0, [1.0, 2.0]), "videos": videos})
+    bf16, nvfp4, qat = summarise({"config": {"rows": names, "reference": "", "plain": "", "seeds": [0]}, "rows": rows})
+    assert (bf16["psnr_above"], nvfp4["psnr_above"], bf16["flicker_above"]) == (None, None, None)
+    assert qat["psnr_above"]["mean"] == pytest.approx(2.0)  # 1 and 3
+    assert qat["psnr_above"]["ci95"] == pytest.approx([2.0 - 1.96, 2.0 + 1.96])
+    assert nvfp4["flicker_above"]["mean"] == pytest.approx(0.25)
+    assert qat["flicker_above"]["mean"] == pytest.approx(0.0)
+
+
+def test_a_row_can_be_held_against_another_tables_pair() -> None:
+    main = {"config": {"rows": _asked("BF16", "NVFP4"), "reference": "", "plain": "", "seeds": [0, 1]}, "trainings": [], "provenance": PROVENANCE}
+    main["rows"] = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.4, 2.4])]  # of the base: one seed stands for all
+    names = {"rows": _asked("own BF16", "own NVFP4", "QAT"), "reference": "", "plain": "", "seeds": [0, 1]}
+    rows = [
+        {**_row(name, seed, [1.0 + gap, 2.0 + gap]), "training": "t"}
+        for seed in (0, 1)
+        for name, gap in (("own BF16", 0.1), ("own NVFP4", 0.5), ("QAT", 0.3))
+    ]
+    options = {"config": names, "rows": rows, "trainings": [], "provenance": PROVENANCE}
+    template = "{{ '%.2f' % row('QAT', 'options').recovered.mean }} {{ '%.2f' % recovered('QAT', 'BF16', 'NVFP4', 'options').recovered.mean }}"
+    assert render(template, {"main": main, "options": options}) == "0.50 0.25"
+    with pytest.raises(KeyError, match="not all were measured"):
+        render("{{ recovered('QAT', 'BF16', 'absent', 'options') }}", {"main": main, "options": options})
+
+
 def test_one_clip_gives_no_interval() -> None:
-    names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4")]
-    one = {"config": {"rows": names, "reference": "", "plain": "", "seeds": [0]}, "rows": [_row("BF16", 0, [1.0]), _row("NVFP4", 0, [1.1])]}
+    names = _asked("BF16", "NVFP4")
+    one = {
+        "config": {"rows": names, "reference": "", "plain": "", "prompts": "", "seeds": [0]},
+        "rows": [_row("BF16", 0, [1.0]), _row("NVFP4", 0, [1.1])],
+    }
     assert [row["ci95"] for row in summarise(one)] == [None, None]
-    assert "| +0.10000 ± 0.00000 | +10.00% |  |" in render("{{ losses('main') }}", {"main": {**one, "trainings": [], "provenance": PROVENANCE}})
+    assert "| 1.10000 | BF16 | +0.10000 | +10.00% |  |  |" in render(
+        "{{ losses('main') }}", {"main": {**one, "trainings": [], "provenance": PROVENANCE}}
+    )
 
 
 def test_intervals_count_clips_and_seeds() -> None:
@@ -87,9 +136,14 @@ def test_intervals_count_clips_and_seeds() -> None:
 
 
 def test_steps_have_no_loss_but_videos() -> None:
-    names = [{"name": name, "reference": "", "plain": "", "keep": 0} for name in ("BF16", "NVFP4", "first steps kept")]
+    names = _asked("BF16", "NVFP4", "first steps kept")
     rows = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.1, 2.2]), {**_row("first steps kept", 0, []), "clip_losses": None}]
-    one = {"config": {"rows": names, "reference": "", "plain": "", "seeds": [0]}, "rows": rows, "trainings": [], "provenance": PROVENANCE}
+    one = {
+        "config": {"rows": names, "reference": "", "plain": "", "prompts": "", "seeds": [0]},
+        "rows": rows,
+        "trainings": [],
+        "provenance": PROVENANCE,
+    }
     kept = summarise(one)[2]
     assert (kept["loss"], kept["gap"], kept["ci95"], kept["recovered"], kept["psnr"]) == (None, None, None, None, 20.0)
     assert "first steps" not in render("{{ losses('main') }}", {"main": one})
@@ -137,7 +191,8 @@ def measured(name: str) -> dict[str, Any]:
     """As if `evidence run` had measured the shipped table `name`: numbers of no meaning, different for every row and seed."""
     shared = yaml.safe_load((ROOT / "configs" / "evidence" / "main.yaml").read_text())
     config = {**shared, **yaml.safe_load((ROOT / "configs" / "evidence" / f"{name}.yaml").read_text())}
-    config["rows"] = [{"training": "", "reference": "", "plain": "", "keep": 0, **row} for row in config["rows"]]
+    config["rows"] = [{"training": "", "reference": "", "plain": "", "keep": 0, "videos": True, **row} for row in config["rows"]]
+    config["prompts"] = "captions.txt"
     rng = np.random.default_rng(0)
     rows = []
     for row in config["rows"]:
@@ -169,13 +224,68 @@ def test_the_page_asks_for_rows_that_the_shipped_tables_have() -> None:
     assert page.count("the paper:") == 4
     assert "| worst 2 kept | 67% |" in page
     figures = evidence_figures.draw(files)
-    assert set(figures) == {"evidence-share.svg", "evidence-gradients.svg"}
+    assert set(figures) == {f"evidence-{name}.svg" for name in ("main", "options", "ablations", "share", "gradients")}
     for name, svg in figures.items():
         assert f"images/{name})" in page
         assert svg.startswith('<svg xmlns="http://www.w3.org/2000/svg"')
     assert "QK only" in figures["evidence-share.svg"]
     assert "no-o-hp" in figures["evidence-gradients.svg"]
-    assert evidence_figures.draw({"main": files["main"]}) == {}
+    assert "Attn-QAT 500" in figures["evidence-main.svg"]
+    assert "BF16 500" not in figures["evidence-main.svg"]  # what others are held against has no gap
+    assert evidence_figures.draw({"tuning": files["tuning"]}) == {}
+
+
+def test_figures_need_bf16_and_plain_4_bits() -> None:
+    whole = measured("main")
+    for lacking in ("BF16", "NVFP4"):
+        with pytest.raises(UserError, match="main has no losses of BF16 and NVFP4 yet"):
+            evidence_figures.draw({"main": {**whole, "rows": [row for row in whole["rows"] if row["name"] != lacking]}})
+
+
+def test_what_is_worse_by_far_stands_at_the_edge() -> None:
+    """Of plain 4 bits' gap the axis shows a little more: a row of thirty times that would press all others together."""
+    rows = summarise(measured("main"))
+    far = {**rows[-1], "name": "far", "relative": {"mean": 3.0}, "gap": {"mean": 3.0}, "loss": {"mean": 4.0}, "ci95": [2.9, 3.1]}
+    svg = charts.gaps([*rows, far])
+    assert "+3e+02 %" in svg
+    assert "300" not in re.findall(r"<text[^>]*>(.*?)</text>", svg)  # no such tick
+
+
+def test_the_page_names_the_rows_that_a_table_lacks() -> None:
+    whole = measured("main")
+    lacking = [row for row in whole["rows"] if row["name"] != "MXFP4" and (row["name"], row["seed"]) != ("SageAttention3", 1)]
+    once = [row for row in lacking if row["name"] != "base NVFP4" or row["seed"] == 0]  # of the base, without videos, one seed is all
+    page = render("{{ losses('main') }}", {"main": {**whole, "rows": once}})
+    assert page.endswith("Not measured yet: SageAttention3 (2 of 3 seeds), MXFP4.")
+    assert "Not measured yet" not in render("{{ losses('main') }}", {"main": whole})
+
+
+MEASURED = [path for path in sorted((ROOT / "docs" / "evidence").glob("*.json")) if path.stem in (*TABLES, "sensitivity")]
+
+
+def test_the_published_page_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    assert render(TEMPLATE, read_tables(MEASURED)) == page
+    images = re.findall(r"\]\((images/[^)]*)\)", page)
+    assert len(images) >= 3
+    assert [name for name in images if not (ROOT / "docs" / name).is_file()] == []
+
+
+def test_the_readmes_numbers_are_those_of_the_page() -> None:
+    tables = {name: {row["name"]: row for row in summarise(one)} for name, one in read_tables(MEASURED).items() if name != "sensitivity"}
+    main, options = tables["main"], tables["options"]
+    told = " ".join((ROOT / "README.md").read_text().split())
+    won = {
+        name: f"{100 * row['recovered']['mean']:.0f} %" for row in (*main.values(), *options.values()) if row["recovered"] for name in [row["name"]]
+    }
+    for words in (
+        f"NVFP4 costs that model {100 * main['NVFP4']['relative']['mean']:.1f} % of its loss",
+        f"2,000 steps of Attn-QAT win {won['Attn-QAT 2000']} of that back; searched scales alone win {won['NVFP4 searched']}, "
+        f"and both together {won['Attn-QAT searched 2000']}",
+        f"searched scales with Q and K rotated and smoothed win {won['NVFP4 searched rotated smoothed']}, "
+        f"and with two 4-bit terms for each of Q and K {won['NVFP4 searched rotated smoothed Q and K twice']}",
+    ):
+        assert words in told
 
 
 def test_without_gradient_norms_to_compare_there_is_no_figure_of_them(capsys: pytest.CaptureFixture[str]) -> None:

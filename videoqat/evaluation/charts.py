@@ -252,6 +252,34 @@ def by_time(rows: list[dict[str, Any]]) -> str:
     return _svg(figure, "times", "Error by flow time")
 
 
+def gaps(rows: list[dict[str, Any]]) -> str:
+    """Loss above that of BF16, of every row of the evidence that has one, with its 95 % interval; in per cent.
+
+    Rows without anything in 4 bits are of another colour. The axis ends a little beyond the second row's gap, that of plain 4 bits: what is worse by
+    far stands at its edge.
+
+    Args:
+        rows: of `evidence_table.summarise`, the reference first and plain 4 bits second.
+    """
+    shown = [row for row in rows if row["gap"] is not None and row["name"] != row["reference"]]
+    figure, axes = _figure(0.9 + 0.24 * len(shown))
+    edge = 125 * abs(rows[1]["relative"]["mean"])
+    for at, row in enumerate(shown):
+        gap, loss = 100 * row["relative"]["mean"], row["loss"]["mean"] - row["gap"]["mean"]
+        tone = colour(0 if row["four_bit_share"] else 1)
+        if row["ci95"] and gap < edge:
+            axes.plot([100 * bound / loss for bound in row["ci95"]], [at, at], color=tone, linewidth=3, alpha=0.45, solid_capstyle="round")
+        axes.plot(min(gap, edge), at, "o" if gap < edge else ">", color=tone, markersize=5)
+        axes.annotate(f"{gap:+.2g} %", (edge * 1.04, at), va="center", fontsize=8, annotation_clip=False)
+    axes.axvline(0, color=INK, linewidth=1)
+    axes.set_xlim(min(0.0, *(100 * row["relative"]["mean"] for row in shown)) - 0.05 * edge, 1.02 * edge)
+    axes.set_yticks(range(len(shown)), [row["name"] for row in shown], fontsize=8, parse_math=False)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("loss above that of BF16 trained as long, per cent", fontsize=9)
+    return _svg(figure, "gaps", "What 4 bits cost, and what is left of it")
+
+
 def four_bit_share(rows: list[dict[str, Any]]) -> str:
     """What 4 bits cost against the share of attention that is computed in them: loss above BF16's, and PSNR to its videos.
 

@@ -13,6 +13,7 @@ sensitivity.json, what `sensitivity` wrote. The template may use
     norms(name)             gradient norms of each training: median, 99th percentile, largest
     blocks                  what each block does to the output, from sensitivity.json
     row(name, table)        one row's numbers: `loss`, `gap`, `recovered` (each with mean, sd, low, high over seeds), `seeds`, ...
+    recovered(name, reference, plain, table)   what a row wins back of another pair's gap: both of main
     aim(wish, ...)          whether it was met, see `evidence_words`
     claim(table, row, other, quantity, paper)   likewise: how one row stands to another, and whether the paper says so
 
@@ -22,7 +23,7 @@ Losses are paired: every row of a seed meets the same clips, noise and times as 
 import argparse
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,6 @@ from videoqat.errors import UserError
 from videoqat.evaluation import evidence_words
 from videoqat.evaluation.judges import wilson
 from videoqat.pages import fill, run_line
-from videoqat.training.validation import BOOTSTRAP_RESAMPLES, SEED
 
 TABLES = ("main", "ablations", "options", "more", "where", "tuning")  # configs/evidence/NAME.yaml
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)  # 97.5 % of Student's t with 1 to 9 degrees of freedom
@@ -84,15 +84,12 @@ def interval(differences_SC: NDArray[np.float64]) -> list[float] | None:
 def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
     """A row of the table for each name, over its seeds, in the configuration's order; rows that have no seed with the reference are left out.
 
-    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its `interval`, `recovered` the share of the plain row's gap that is
-    won back: 1 - gap / plain gap, seed by seed, and `recovered_ci95` the interval of that of the seeds' means, over resampled clips. None where a
-    seed has no plain row, or one without a gap. All of these are None for rows whose recipe keeps denoising steps: a loss has none.
+    `gap` is the loss above the reference's, `relative` that as a share, `ci95` its `interval`; `recovered` and `recovered_ci95` what `won_back` says
+    of the plain row's gap, None where nothing is in 4 bits. All of these are None for rows whose recipe keeps denoising steps: a loss has none.
     """
     names = [row["name"] for row in one["config"]["rows"]]
     found = {(row["name"], row["seed"]): row for row in one["rows"]}
-    # What the base gives on the same clips, noise and times is the same for every seed, and without videos it is measured for the first alone.
-    of_base = {row["name"]: row for row in reversed(one["rows"]) if not row["training"]}
-    held = {(name, seed): row for name, row in of_base.items() for seed in one["config"]["seeds"]} | found
+    held = _held(one)
     table = []
     for asked in one["config"]["rows"]:
         name = asked["name"]
@@ -111,29 +108,50 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
                 "reference": reference,
                 "seeds": seeds,
                 "four_bit_share": mine[0]["four_bit_share"],
-                **_losses(held, name, reference, plain, seeds),
+                **_losses(held, name, reference, plain if mine[0]["four_bit_share"] else "", seeds),
                 **_videos(mine),
+                "psnr_above": _above(held, name, plain, seeds, lambda video: video["fidelity"]["psnr_mean"]),
+                "flicker_above": _above(held, name, reference, seeds, lambda video: video["flicker"]),
             }
         )
     return table
 
 
-def _losses(found: dict[tuple[str, int], Any], name: str, reference: str, plain: str, seeds: list[int]) -> dict[str, Any]:
-    def clips(row: str) -> NDArray[np.float64] | None:
-        losses = [found[row, seed]["clip_losses"] if (row, seed) in found else None for seed in seeds]
-        return None if None in losses else np.array(losses)
+def _held(one: dict[str, Any]) -> dict[tuple[str, int], Any]:
+    """(Name, seed) -> row. What the base gives on the same clips, noise and times is the same for every seed: without videos it is measured once."""
+    of_base = {row["name"]: row for row in reversed(one["rows"]) if not row["training"]}
+    found = {(row["name"], row["seed"]): row for row in one["rows"]}
+    return {(name, seed): row for name, row in of_base.items() for seed in one["config"]["seeds"]} | found
 
-    mine_SC, reference_SC, plain_SC = clips(name), clips(reference), clips(plain)
+
+def _clips(held: Mapping[tuple[str, int], Any], name: str, seeds: list[int]) -> NDArray[np.float64] | None:
+    """Losses (seeds, clips); None where a seed has none."""
+    losses = [held[name, seed]["clip_losses"] if (name, seed) in held else None for seed in seeds]
+    return None if None in losses else np.array(losses)
+
+
+def won_back(
+    mine_SC: NDArray[np.float64], reference_SC: NDArray[np.float64], plain_SC: NDArray[np.float64]
+) -> tuple[dict[str, float] | None, list[float] | None]:
+    """The share of the gap between `plain` and `reference` that is gone, 1 - gap / plain gap: spread over seeds, and the 95 % interval, which takes
+    clips and seeds for samples of many (`interval`, of the ratio to first order). None where plain 4 bits cost a seed nothing.
+    """
+    gap_SC, cost_SC = mine_SC - reference_SC, plain_SC - reference_SC
+    if not (cost_SC.mean(axis=1) > 0).all():
+        return None, None
+    left = gap_SC.mean() / cost_SC.mean()
+    around_nought = interval((gap_SC - left * cost_SC) / cost_SC.mean())
+    ci95 = None if around_nought is None else [float(1 - left + bound) for bound in around_nought]
+    return spread((1 - gap_SC.mean(axis=1) / cost_SC.mean(axis=1)).tolist()), ci95
+
+
+def _losses(held: Mapping[tuple[str, int], Any], name: str, reference: str, plain: str, seeds: list[int]) -> dict[str, Any]:
+    mine_SC, reference_SC, plain_SC = (_clips(held, one, seeds) for one in (name, reference, plain))
     if mine_SC is None or reference_SC is None:
         return dict.fromkeys(("loss", "gap", "relative", "ci95", "recovered", "recovered_ci95"))
     gap_SC = mine_SC - reference_SC
-    recovered, recovered_ci95 = None, None
-    if plain_SC is not None and name not in (reference, plain) and ((plain_SC - reference_SC).mean(axis=1) > 0).all():
-        cost_SC = plain_SC - reference_SC
-        recovered = spread((1 - gap_SC.mean(axis=1) / cost_SC.mean(axis=1)).tolist())
-        picks = np.random.default_rng(SEED).integers(0, gap_SC.shape[1], size=(BOOTSTRAP_RESAMPLES, gap_SC.shape[1]))
-        resampled = 1 - gap_SC.mean(axis=0)[picks].mean(axis=1) / cost_SC.mean(axis=0)[picks].mean(axis=1)
-        recovered_ci95 = [float(bound) for bound in np.percentile(resampled, [2.5, 97.5])] if gap_SC.shape[1] > 1 else None
+    known = plain_SC is not None and name not in (reference, plain)
+    recovered, recovered_ci95 = won_back(mine_SC, reference_SC, plain_SC) if known and plain_SC is not None else (None, None)
     return {
         "loss": spread(mine_SC.mean(axis=1).tolist()),
         "gap": spread(gap_SC.mean(axis=1).tolist()),
@@ -142,6 +160,19 @@ def _losses(found: dict[tuple[str, int], Any], name: str, reference: str, plain:
         "recovered": recovered,
         "recovered_ci95": recovered_ci95,
     }
+
+
+def _above(
+    held: Mapping[tuple[str, int], Any], name: str, other: str, seeds: list[int], value: Callable[[dict[str, Any]], float | None]
+) -> dict[str, Any] | None:
+    """The mean difference of videos to those of the same caption and noise by another row, and its `interval`; None where there is none."""
+    if name == other or any((one, seed) not in held or not held[one, seed]["videos"] for one in (name, other) for seed in seeds):
+        return None
+    mine, others = ([[value(video) for video in held[one, seed]["videos"]] for seed in seeds] for one in (name, other))
+    if any(one is None for row in (*mine, *others) for one in row):  # videos that are identical have no PSNR
+        return None
+    differences_SV = np.array(mine, dtype=np.float64) - np.array(others, dtype=np.float64)
+    return {"mean": float(differences_SV.mean()), "ci95": interval(differences_SV)}
 
 
 def _videos(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -176,11 +207,11 @@ def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
     """
     tables = {name: summarise(one) for name, one in files.items() if name != "sensitivity"}
 
-    def of(make: Any, source: Mapping[str, Any]) -> Any:
+    def of(make: Any) -> Any:
         def made(name: str) -> str:
             if name not in TABLES:
                 raise KeyError(f"{name!r} is no table; legal: {', '.join(TABLES)}")
-            return str(make(source[name])) if name in source else f"Not measured yet: `videoqat evidence run --config evidence/{name}` will."
+            return str(make(name)) if name in files else f"Not measured yet: `videoqat evidence run --config evidence/{name}` will."
 
         return made
 
@@ -190,15 +221,27 @@ def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
                 return one
         raise KeyError(f"{name!r} was not measured in {table}")
 
+    def recovered(name: str, reference: str, plain: str, table: str = "main") -> dict[str, Any]:
+        held, others = _held(files[table]), _held(files["main"])
+        seeds = row(name, table)["seeds"]
+        mine, reference_SC, plain_SC = _clips(held, name, seeds), _clips(others, reference, seeds), _clips(others, plain, seeds)
+        if mine is None or reference_SC is None or plain_SC is None:
+            raise KeyError(f"{name!r} of {table}, {reference!r} and {plain!r} of main: not all were measured with seeds {seeds}")
+        share, ci95 = won_back(mine, reference_SC, plain_SC)
+        if share is None:
+            raise KeyError(f"{plain!r} costs nothing against {reference!r}")
+        return {"recovered": share, "recovered_ci95": ci95}
+
     names = {
         "measured": sorted(files),
         "runs": "\n".join(run_line(one, name if name == "sensitivity" else f"{name}: {len(one['rows'])} rows") for name, one in files.items()),
-        "losses": of(_loss_table, tables),
-        "videos": of(_video_table, tables),
-        "shares": of(_share_table, tables),
-        "norms": of(lambda one: _norms(one["trainings"]), files),
+        "losses": of(lambda name: _loss_table(tables[name]) + _absent(files[name])),
+        "videos": of(lambda name: _video_table(tables[name])),
+        "shares": of(lambda name: _share_table(tables[name]) + _absent(files[name])),
+        "norms": of(lambda name: _norms(files[name]["trainings"])),
         "blocks": _blocks(files["sensitivity"]) if "sensitivity" in files else "Not measured yet: `videoqat sensitivity` will.",
         "row": row,
+        "recovered": recovered,
         "aim": evidence_words.aim,
         "claim": lambda table, name, other, quantity, paper="": evidence_words.claim(
             files[table], row(name, table), row(other, table), quantity, paper
@@ -213,31 +256,37 @@ def _lines(heads: list[str], rows: Iterable[list[str]]) -> str:
 
 
 def _loss_table(table: list[dict[str, Any]]) -> str:
-    """± is the standard deviation over seeds."""
-    heads = [
-        "",
-        "weights",
-        "attention",
-        "seeds",
-        "loss",
-        "held against",
-        "gap",
-        "gap, share of the loss",
-        "95 % of the gap",
-        "won back",
-        "95 % over clips",
-    ]
+    """± is the standard deviation over seeds, if there are several."""
+    heads = ["", "weights", "attention", "in 4 bits", "seeds", "loss", "held against", "gap (95 %)", "of the loss", "won back (seeds)", "95 %"]
     rows = []
     for one in table:
         if one["loss"] is None:
             continue
-        loss, gap, relative, won = one["loss"], one["gap"], one["relative"], one["recovered"]
-        cells = [one["name"], one["training"] or "base", one["recipe"]["name"], str(len(one["seeds"])), f"{loss['mean']:.5f} ± {loss['sd']:.5f}"]
-        bounds = f"{one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f}" if one["ci95"] else ""
-        cells += [one["reference"], f"{gap['mean']:+.5f} ± {gap['sd']:.5f}", f"{relative['mean']:+.2%}", bounds]
-        cells += ["", ""] if won is None else [f"{won['mean']:.0%} ({won['low']:.0%} to {won['high']:.0%})", _percents(one["recovered_ci95"])]
+        gap, won, several = one["gap"], one["recovered"], len(one["seeds"]) > 1
+        loss = f"{one['loss']['mean']:.5f}" + (f" ± {one['loss']['sd']:.5f}" if several else "")
+        cells = [one["name"], one["training"] or "base", one["recipe"]["name"], f"{one['four_bit_share']:.0%}", str(len(one["seeds"])), loss]
+        if one["reference"] == one["name"]:  # it is what others are held against
+            rows.append([*cells, *[""] * 5])
+            continue
+        bounds = f" ({one['ci95'][0]:+.5f} to {one['ci95'][1]:+.5f})" if one["ci95"] else ""
+        cells += [one["reference"], f"{gap['mean']:+.5f}{bounds}", f"{one['relative']['mean']:+.2%}"]
+        over_seeds = f" ({won['low']:.0%} to {won['high']:.0%})" if won and several else ""
+        cells += [f"{won['mean']:.0%}{over_seeds}", _percents(one["recovered_ci95"])] if won else ["", ""]
         rows.append(cells)
     return _lines(heads, rows)
+
+
+def _absent(one: dict[str, Any]) -> str:
+    """A sentence that names the rows that are still to be measured, if any."""
+    found = {(row["name"], row["seed"]) for row in one["rows"]}
+    told = []
+    for row in one["config"]["rows"]:
+        once = not row["training"] and not (row["videos"] and one["config"]["prompts"])  # what the base gives is the same for every seed
+        seeds = one["config"]["seeds"][:1] if once else one["config"]["seeds"]
+        there = sum((row["name"], seed) in found for seed in seeds)
+        if there < len(seeds):
+            told.append(row["name"] + (f" ({there} of {len(seeds)} seeds)" if there else ""))
+    return f"\n\nNot measured yet: {', '.join(told)}." if told else ""
 
 
 def _percents(bounds: list[float] | None) -> str:
@@ -254,17 +303,24 @@ def _video_table(table: list[dict[str, Any]]) -> str:
 
     shown = [one for one in table if one["videos"]]
     perceptual = any(one["st_lpips"] is not None for one in shown)
-    heads = ["", "videos", "PSNR dB", "SSIM", *(["ST-LPIPS"] if perceptual else []), "garment right", "direction right", "flicker"]
+
+    def above(found: dict[str, Any] | None) -> str:
+        bounds = f" ({found['ci95'][0]:+.2f} to {found['ci95'][1]:+.2f})" if found and found["ci95"] else ""
+        return f"{found['mean']:+.2f}{bounds}" if found else ""
+
+    heads = ["", "videos", "PSNR dB", "above plain 4 bits (95 %)", "SSIM", *(["ST-LPIPS"] if perceptual else [])]
+    heads += ["garment right", "direction right", "flicker", "above BF16's (95 %)"]
     rows = []
     for one in shown:
-        cells = [one["name"], str(one["videos"]), _number(one["psnr"], 2), _number(one["ssim"], 4)]
+        cells = [one["name"], str(one["videos"]), _number(one["psnr"], 2), above(one["psnr_above"]), _number(one["ssim"], 4)]
         cells += [("" if one["st_lpips"] is None else f"{one['st_lpips']:.4f}")] if perceptual else []
-        rows.append([*cells, accuracy(one["garment"]), accuracy(one["direction"]), "" if one["flicker"] is None else f"{one['flicker']:.2f}"])
+        flicker = ["" if one["flicker"] is None else f"{one['flicker']:.2f}", above(one["flicker_above"])]
+        rows.append([*cells, accuracy(one["garment"]), accuracy(one["direction"]), *flicker])
     real = next((one["real_clips"] for one in shown if one["real_clips"]), None)
     if real:
         share = {kind: f"{real[kind]['share']:.1%} ({_percents(list(real[kind]['interval']))})" for kind in ("garment", "direction")}
-        blank = [""] * (3 if perceptual else 2)
-        rows.append(["*real clips, by the same judges*", str(real["videos"]), *blank, share["garment"], share["direction"], ""])
+        blank = [""] * (4 if perceptual else 3)
+        rows.append(["*real clips, by the same judges*", str(real["videos"]), *blank, share["garment"], share["direction"], "", ""])
     absent = next((one["st_lpips_absent"] for one in shown if one["st_lpips_absent"]), None)
     return _lines(heads, rows) + (f"\n\nST-LPIPS is missing: {absent}." if absent else "")
 
