@@ -100,13 +100,16 @@ def test_videos_are_held_against_those_of_the_same_caption() -> None:
 def test_a_row_can_be_held_against_another_tables_pair() -> None:
     main = {"config": {"rows": _asked("BF16", "NVFP4"), "reference": "", "plain": "", "seeds": [0, 1]}, "trainings": [], "provenance": PROVENANCE}
     main["rows"] = [_row("BF16", 0, [1.0, 2.0]), _row("NVFP4", 0, [1.4, 2.4])]  # of the base: one seed stands for all
-    names = {"rows": _asked("own BF16", "own NVFP4", "QAT"), "reference": "", "plain": "", "seeds": [0, 1]}
+    names = {"rows": _asked("own BF16", "own NVFP4", "QAT"), "reference": "", "plain": "", "prompts": "", "seeds": [0, 1]}
     rows = [
         {**_row(name, seed, [1.0 + gap, 2.0 + gap]), "training": "t"}
         for seed in (0, 1)
         for name, gap in (("own BF16", 0.1), ("own NVFP4", 0.5), ("QAT", 0.3))
     ]
     options = {"config": names, "rows": rows, "trainings": [], "provenance": PROVENANCE}
+    again = render("{{ losses('options', 'own NVFP4', 'QAT') }}", {"options": options})  # every row, held against another of the same table
+    assert "| own NVFP4 | -0.40000" in again
+    assert "| own NVFP4 | -0.20000" in again
     template = "{{ '%.2f' % row('QAT', 'options').recovered.mean }} {{ '%.2f' % recovered('QAT', 'BF16', 'NVFP4', 'options').recovered.mean }}"
     assert render(template, {"main": main, "options": options}) == "0.50 0.25"
     with pytest.raises(KeyError, match="not all were measured"):

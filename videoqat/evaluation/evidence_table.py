@@ -7,7 +7,7 @@ sensitivity.json, what `sensitivity` wrote. The template may use
 
     measured                names of the tables that are there. Of another, what stands below says by which command it is made
     runs                    date, device, versions and command of each
-    losses(name)            losses, gaps to the reference, and what was won back
+    losses(name)            losses, gaps to the reference, and what was won back; losses(name, reference, plain): every row held against these two
     videos(name)            videos, and what they show
     shares(name)            share of attention in 4 bits, beside gap and PSNR
     norms(name)             gradient norms of each training: median, 99th percentile, largest
@@ -208,12 +208,20 @@ def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
     tables = {name: summarise(one) for name, one in files.items() if name != "sensitivity"}
 
     def of(make: Any) -> Any:
-        def made(name: str) -> str:
+        def made(name: str, *held_against: str) -> str:
             if name not in TABLES:
                 raise KeyError(f"{name!r} is no table; legal: {', '.join(TABLES)}")
-            return str(make(name)) if name in files else f"Not measured yet: `videoqat evidence run --config evidence/{name}` will."
+            return str(make(name, *held_against)) if name in files else f"Not measured yet: `videoqat evidence run --config evidence/{name}` will."
 
         return made
+
+    def losses(name: str, reference: str = "", plain: str = "") -> str:
+        table = tables[name]
+        if reference:
+            one = files[name]
+            asked = [{**each, "reference": reference, "plain": plain} for each in one["config"]["rows"]]
+            table = summarise({**one, "config": {**one["config"], "rows": asked}})
+        return _loss_table(table) + _absent(files[name])
 
     def row(name: str, table: str = "main") -> dict[str, Any]:
         for one in tables[table]:
@@ -235,7 +243,7 @@ def render(template: str, files: Mapping[str, dict[str, Any]]) -> str:
     names = {
         "measured": sorted(files),
         "runs": "\n".join(run_line(one, name if name == "sensitivity" else f"{name}: {len(one['rows'])} rows") for name, one in files.items()),
-        "losses": of(lambda name: _loss_table(tables[name]) + _absent(files[name])),
+        "losses": of(losses),
         "videos": of(lambda name: _video_table(tables[name])),
         "shares": of(lambda name: _share_table(tables[name]) + _absent(files[name])),
         "norms": of(lambda name: _norms(files[name]["trainings"])),
