@@ -1,5 +1,6 @@
 """The table of the evidence in small: trainings and rows in processes of their own, resumed row by row."""
 
+import json
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.evidence import in_this_process
 from helpers.videos import random_st_lpips
+from safetensors.torch import load_file, save
 
 from videoqat.config import EvidenceConfig, MeasureConfig, Row, RuntimeConfig, SamplingConfig, TrainConfig, Training, load, to_dict
 from videoqat.errors import AttentionError, ConfigError
@@ -138,6 +140,49 @@ def test_what_a_name_stands_for_cannot_change(made: tuple[EvidenceConfig, dict])
     assert told["exit_code"] == 1
     assert all("the time is over" in problem for problem in told["problems"])
     assert len(told["rows"]) == 4
+
+
+@pytest.mark.parametrize(("setting", "key", "first"), [("base", "weights", "base"), ("held_out", "clips", "bf16")])
+def test_base_and_clips_cannot_change_under_their_paths(
+    made: tuple[EvidenceConfig, dict], setting: str, key: str, first: str, tmp_path: Path
+) -> None:
+    """One small tensor, or one caption: any row's record tells, and so does the table's. What was measured before they did is gone on with."""
+    folder, out = tmp_path / setting, tmp_path / "table"
+    shutil.copytree(getattr(made[0], setting), folder)
+    shutil.copytree(Path(made[0].out) / "rows", out / "rows")
+    config = replace(made[0], out=str(out), **{setting: str(folder)})
+    results = {file: json.loads(file.read_text()) for file in sorted(out.glob("rows/*/result.json"))}
+    weights = {file.parent.name: result["sources"]["weights"]["transformer"] for file, result in results.items()}
+    assert weights["bf16-seed3"] == weights["nvfp4-seed3"]  # of one training
+    assert len(set(weights.values())) == 3
+    assert len({result["sources"]["clips"] for result in results.values()}) == 1
+    for shard in folder.glob("shards/*"):  # latents that were made again elsewhere
+        shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert plan(config)["missing"] == []
+
+    file = folder / ("index.json" if key == "clips" else "transformer/diffusion_pytorch_model.safetensors")
+    before, changed = file.read_bytes(), file.read_bytes().replace(b"moves left", b"moves down", 1)
+    if key == "weights":
+        tensors = load_file(file)
+        changed = save({**tensors, "blocks.1.norm2.bias": tensors["blocks.1.norm2.bias"] + 1}, {"format": "pt"})
+    words = rf"{setting}='{folder}' is not legal; legal: a folder with the {key} that {out}/%s is of; or another out"
+    file.write_bytes(changed)
+    for refused in (plan, run):
+        with pytest.raises(ConfigError, match=words % f"rows/{first}-seed3/result.json"):
+            refused(config)
+    assert not (out / "settings.json").exists()
+    for place, result in results.items():
+        place.write_text(json.dumps({name: value for name, value in result.items() if name != "sources"}))
+    assert plan(config)["missing"] == []
+    file.write_bytes(before)
+    run(config)
+    file.write_bytes(changed)
+    with pytest.raises(ConfigError, match=words % "settings.json"):
+        plan(config)
+    settings = json.loads((out / "settings.json").read_text())
+    del settings["sources"]
+    (out / "settings.json").write_text(json.dumps(settings))
+    assert len(run(config)["rows"]) == 4
 
 
 def test_a_recipe_cannot_change_in_its_file(made: tuple[EvidenceConfig, dict], tmp_path: Path) -> None:

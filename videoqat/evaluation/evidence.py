@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -27,6 +28,7 @@ from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.recipes import AttentionRecipe, get_recipe
 from videoqat.training import validation
+from videoqat.training.job import transformer_fingerprint
 from videoqat.training.objective import resolve as resolve_objective
 
 RESULT = "result.json"
@@ -79,6 +81,36 @@ def check_kernel(model: str, recipe: AttentionRecipe, runtime: RuntimeConfig) ->
     return resolve(recipe, device, dtype, head_dim, runtime.kernel if recipe.is_quantised else "auto")
 
 
+def sources(model: str, cache: CachedVideos) -> dict[str, Any]:
+    """By what a row's weights and clips are known again.
+
+    Of clips it is what they were made from that counts, not their latents: made again on another machine, those differ in their last bits, and mp4
+    files in their bytes.
+
+    Returns:
+        `weights`: `transformer_fingerprint` of each transformer. `clips`: hash of the encoders and of each clip's name, size and caption, in order.
+    """
+    weights = {component: transformer_fingerprint(model, component, weights=True) for component in family_of(model).components(model)}
+    about = [cache.settings.get(key) for key in ("encoder_fingerprint", "fps", "max_text_tokens")]
+    about += [[sample.id, sample.bucket, sample.caption] for sample in cache.samples]
+    return {"weights": weights, "clips": hashlib.sha256(json.dumps(about).encode()).hexdigest()}
+
+
+def check_sources(record: Path, now: dict[str, Any], **given: str) -> None:
+    """Requires `record`, a JSON file, to be of the same `sources` as there are `now`. One that isn't there, or doesn't tell, is taken for theirs.
+
+    Args:
+        given: the settings `base` and `held_out`, or that of them whose source is to be the same.
+
+    Raises:
+        ConfigError: it is of others.
+    """
+    known = json.loads(record.read_text()).get("sources", {}) if record.is_file() else {}
+    for setting, folder in given.items():
+        key = {"base": "weights", "held_out": "clips"}[setting]
+        require(known.get(key, now[key]) == now[key], setting, folder, f"a folder with the {key} that {record} is of; or another out")
+
+
 def plan(config: MeasureConfig) -> dict[str, Any]:
     """What `measure` would look at: `samples` and `videos` (how many), `recipe`, `receipt` (the kernel that would serve), `st_lpips`.
 
@@ -104,13 +136,14 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         operands), `videos` (prompt, seed, `flicker`, `fidelity` to the reference's video or, without a reference, to the same video rendered again:
         the floor; `judged`: [garment, direction]), `st_lpips` (the hash of its weights, or why it is absent; null without videos), `judged`
         (`judges.accuracies`, and `real_clips`, the judges' own on those; null where a caption is none of the set's), `kernels` that served (losses
-        and videos), `config`, `recipe` and `provenance`.
+        and videos), `config`, `recipe`, `sources` and `provenance`.
 
     Raises:
         UserError: bad input. NonFiniteLoss, NonFiniteVideo: what the model gives is no number.
     """
     recipe, _, cache, prompts, judged, network, about_lpips = _check(config)
     out = writable_folder("out", config.out)
+    found = sources(config.model, cache)
     engine = Engine(config.model, config.runtime)
     engine.install(recipe)
     with record_receipts() as receipts, _arithmetic(engine.transformers) as flops:
@@ -140,6 +173,7 @@ def measure(config: MeasureConfig) -> dict[str, Any]:
         "kernels": sorted({receipt.kernel for receipt in receipts} | {kernel for video in videos for kernel in video.pop("kernels")}),
         "config": to_dict(config),
         "recipe": recipe.to_dict(),
+        "sources": found,
         "provenance": provenance(str(config.runtime.resolve()[0])),
     }
     write_json(out / RESULT, result)

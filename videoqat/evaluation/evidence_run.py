@@ -30,9 +30,10 @@ from videoqat.attention.backends import resolve
 from videoqat.config import EvidenceConfig, Row, TrainConfig, Training, load, require, to_dict
 from videoqat.config.evidence import name_in_files
 from videoqat.console import say
+from videoqat.data.dataset import CachedVideos
 from videoqat.errors import UserError
 from videoqat.evaluation import fidelity, st_lpips
-from videoqat.evaluation.evidence import RESULT, check_kernel, has_judges
+from videoqat.evaluation.evidence import RESULT, check_kernel, check_sources, has_judges, sources
 from videoqat.files import atomic_path, check_writable, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
@@ -340,7 +341,7 @@ def _settings(config: EvidenceConfig) -> dict[str, Any]:
     """What goes to settings.json. Rows, trainings and seeds may be added; what a name stands for, and all that rows share, must stay.
 
     Raises:
-        ConfigError: it doesn't; the setting and its earlier value are named.
+        ConfigError: it doesn't, or base or held-out clips aren't what rows were measured with; the setting and its earlier value are named.
     """
     record, given = Path(config.out) / "settings.json", to_dict(config)
     free = ("out", "rows", "trainings", "seeds", "at_once", "minutes", "sensitivity", "st_lpips")
@@ -351,6 +352,12 @@ def _settings(config: EvidenceConfig) -> dict[str, Any]:
     # Files of recipes can change under their names, and so can what a sensitivity says.
     settings |= {f"recipe of row {row.name!r}": row.resolve(config.sensitivity).to_dict() for row in config.rows}
     settings |= {f"recipe of training {training.name!r}": get_recipe(training.recipe).to_dict() for training in config.trainings}
+    now, left = sources(config.base, CachedVideos(config.held_out)), missing(config)
+    check_sources(record, now, base=config.base, held_out=config.held_out)
+    for row, seed in [pair for pair in wanted(config) if pair not in left]:
+        of_base = {} if row.training else {"base": config.base}
+        check_sources(_row_folder(config, row.name, seed) / RESULT, now, held_out=config.held_out, **of_base)
+    settings["sources"] = now
     earlier = json.loads(record.read_text()) if record.is_file() else {}
     for key, value in settings.items():
         require(earlier.get(key, value) == value, key, value, f"{earlier.get(key)!r}, as in {record.parent}; or another out")
