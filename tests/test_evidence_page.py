@@ -226,6 +226,7 @@ def test_the_page_asks_for_rows_that_the_shipped_tables_have() -> None:
     assert "Not measured yet" not in page
     assert page.count("the paper:") == 4
     assert "| worst 2 kept | 67% |" in page
+    assert "| recipe/attn_qat_search_rotated_smooth, keep_layers [3] |" in page
     figures = evidence_figures.draw(files)
     assert set(figures) == {f"evidence-{name}.svg" for name in ("main", "options", "ablations", "share", "gradients")}
     for name, svg in figures.items():

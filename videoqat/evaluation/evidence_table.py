@@ -104,6 +104,7 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
                 "name": name,
                 "training": mine[0]["training"],
                 "recipe": mine[0]["recipe"],
+                "attention": _told(asked, mine[0]["recipe"]["name"]),
                 "kept": asked["keep"],
                 "reference": reference,
                 "seeds": seeds,
@@ -115,6 +116,12 @@ def summarise(one: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
     return table
+
+
+def _told(asked: dict[str, Any], recipe: str) -> str:
+    """The recipe's name; a changed one, which goes by its row's name, by what was changed."""
+    changes = ", ".join(f"{field} {value}" for field, value in asked.get("changes", {}).items())
+    return f"{recipe.partition(', ')[0]}, {changes}" if changes else recipe
 
 
 def _held(one: dict[str, Any]) -> dict[tuple[str, int], Any]:
@@ -272,7 +279,7 @@ def _loss_table(table: list[dict[str, Any]]) -> str:
             continue
         gap, won, several = one["gap"], one["recovered"], len(one["seeds"]) > 1
         loss = f"{one['loss']['mean']:.5f}" + (f" ± {one['loss']['sd']:.5f}" if several else "")
-        cells = [one["name"], one["training"] or "base", one["recipe"]["name"], f"{one['four_bit_share']:.0%}", str(len(one["seeds"])), loss]
+        cells = [one["name"], one["training"] or "base", one["attention"], f"{one['four_bit_share']:.0%}", str(len(one["seeds"])), loss]
         if one["reference"] == one["name"]:  # it is what others are held against
             rows.append([*cells, *[""] * 5])
             continue
