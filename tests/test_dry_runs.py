@@ -16,6 +16,7 @@ SMALL = ["sampling.num_frames=5", "sampling.height=32", "sampling.width=32"]
 ON_CPU = "runtime.device=cpu"
 SDPA = [ON_CPU, "runtime.kernel=sdpa"]
 NO_FOLDER, NO_KERNEL, NO_GPU = "can't be written: ", "kernel='sdpa' can't serve recipe 'attn_qat' on cpu", "runtime.device='cuda:97' is not legal"
+TORN = "no_weights/transformer has no"
 BENCH = ["model=tiny", "size=5x32x32", ON_CPU]
 TABLE = ["base={model}", "cache={cache}", "held_out={cache}", "rows=[{{name: base}}, {{name: more, recipe: attn_qat, training: more}}]"]
 MEASURE = ["model={model}", "cache={cache}", "out={new}"]
@@ -42,6 +43,13 @@ CASES: list[tuple[str, list[str], str]] = [
     ("convert", ["model={model}", "transformer_file={model}/transformer/diffusion_pytorch_model.safetensors", "out={taken}/x"], NO_FOLDER),
     ("generate", ["model={model}", "prompt=a cat", "out={taken}/x.mp4", *SMALL], NO_FOLDER),
     ("generate", ["model={model}", "prompts={prompts}", "out={taken}/x", *SMALL], NO_FOLDER),
+    ("generate", ["model={no_weights}", "prompt=a cat", "out={new}.mp4", *SMALL], TORN),
+    ("generate", ["model={no_weights}", "prompts={prompts}", "out={new}", *SMALL], TORN),
+    ("compare", ["entries=[{{name: a, model: '{model}'}}, {{name: b, model: '{no_weights}'}}]", "prompts={prompts}", "out={new}", *SMALL], TORN),
+    ("compare-attention", ["model={no_weights}", "prompts={prompts}", "out={new}", *SMALL], TORN),
+    ("evidence measure", ["model={no_weights}", "cache={cache}", "out={new}"], TORN),
+    ("evidence run", ["base={no_weights}", *TABLE[1:], "trainings=[{{name: more}}]", "out={new}"], TORN),
+    ("convert", ["model={no_vae}", "transformer_file={model}/transformer/diffusion_pytorch_model.safetensors", "out={new}"], "no_vae/vae has no"),
     ("compare", ["entries=[{{name: a, model: '{model}'}}, {{name: b, model: '{model}'}}]", "prompts={prompts}", "out={taken}/x", *SMALL], NO_FOLDER),
     ("compare-attention", ["model={model}", "prompts={prompts}", "out={taken}/x", "sampling.num_inference_steps=2", *SMALL], NO_FOLDER),
     ("sensitivity", ["model={model}", "cache={cache}", "out={taken}/x"], NO_FOLDER),
@@ -112,6 +120,10 @@ def places(tiny_pipeline: Path, tiny_cache: Path, tmp_path_factory: pytest.TempP
     video = {"video": "a.mp4", "prompt": "a bag moves up"}
     (found["videos"] / "whole" / "manifest.json").write_text(json.dumps({"videos": [video]}))
     (found["videos"] / "manifest.json").write_text(json.dumps({"videos": [video, video | {"video": "b.mp4"}]}))
+    for name, part in (("no_weights", "transformer"), ("no_vae", "vae")):
+        found[name] = root / name
+        shutil.copytree(tiny_pipeline, found[name])
+        (found[name] / part / "diffusion_pytorch_model.safetensors").unlink()
     shutil.copytree(tiny_pipeline, found["no_encoder"], ignore=shutil.ignore_patterns("text_encoder"))
     return found
 

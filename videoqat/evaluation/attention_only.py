@@ -23,7 +23,7 @@ from videoqat.files import check_writable, writable_folder, write_json
 from videoqat.generation.engine import Engine, check_sampling
 from videoqat.generation.images import check_image, read_image
 from videoqat.generation.prompts import read_prompts_with_images
-from videoqat.models.hub import origin
+from videoqat.models.hub import check_weights, origin
 from videoqat.models.install import check_policy, observe
 from videoqat.models.spec import AttentionLayer, family_of
 from videoqat.provenance import provenance
@@ -49,6 +49,7 @@ def plan(config: CompareAttentionConfig) -> dict[str, Any]:
     """
     config.validate()
     recipes = [get_recipe(recipe) for recipe in config.recipes]
+    check_weights(config.model)
     size = check_sampling(config.model, config.sampling)
     config.runtime.resolve()
     for recipe in recipes:

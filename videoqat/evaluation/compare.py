@@ -38,7 +38,7 @@ from videoqat.files import atomic_path, check_writable, file_stats, writable_fol
 from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling, choose_recipe
 from videoqat.generation.images import check_image, read_image
 from videoqat.generation.prompts import read_prompts_with_images
-from videoqat.models.hub import origin
+from videoqat.models.hub import check_weights, origin
 from videoqat.models.spec import family_of
 from videoqat.parallel.mesh import LONGEST_WAIT_S, Mesh, collective_errors, open_mesh
 from videoqat.provenance import commit, device_name, provenance, versions
@@ -110,6 +110,7 @@ def plan(config: CompareConfig) -> dict[str, Any]:
     fidelity.check_sizes([(config.sampling.height, config.sampling.width)])
     entries = []
     for entry in config.entries:
+        check_weights(entry.model)
         size = check_sampling(entry.model, config.sampling)
         for prompt, image in prompts:
             check_image(entry.model, image, f"prompts={config.prompts!r}, {prompt!r}: image")

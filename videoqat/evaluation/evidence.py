@@ -23,6 +23,7 @@ from videoqat.evaluation.judges import CAPTIONS, NUM_FRAMES, Judges, accuracies
 from videoqat.files import check_writable, writable_folder, write_json
 from videoqat.generation.engine import Engine, VideoResult, check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
+from videoqat.models.hub import check_weights
 from videoqat.models.install import observe
 from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
@@ -49,6 +50,7 @@ class _Checked(NamedTuple):
 
 def _check(config: MeasureConfig) -> _Checked:
     config.validate()
+    check_weights(config.model)
     recipe = get_recipe(config.recipe)
     cache = validation.check_cache(config.cache, [config.model], "cache")
     prompts = read_prompts(config.prompts) if config.prompts else []

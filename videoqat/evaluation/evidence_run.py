@@ -37,6 +37,7 @@ from videoqat.evaluation.evidence import RESULT, check_kernel, check_sources, ha
 from videoqat.files import atomic_path, check_writable, writable_folder, write_json
 from videoqat.generation.engine import check_recipe, check_sampling
 from videoqat.generation.prompts import read_prompts
+from videoqat.models.hub import check_weights
 from videoqat.models.spec import family_of
 from videoqat.provenance import provenance
 from videoqat.recipes import get_recipe
@@ -268,6 +269,7 @@ def plan(config: EvidenceConfig) -> dict[str, Any]:
     """
     config.validate()
     config.runtime.resolve()
+    check_weights(config.base)
     validation.check_cache(config.held_out, [config.base], "held_out")
     if config.prompts:
         has_judges(read_prompts(config.prompts), config.sampling)

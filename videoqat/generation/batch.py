@@ -30,6 +30,7 @@ from videoqat.generation.division import Division, check_division, check_guided,
 from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
 from videoqat.generation.pool import warm_up
 from videoqat.generation.prompts import Video, videos
+from videoqat.models.hub import check_weights
 from videoqat.parallel.folder import check_ours, sole_user
 from videoqat.parallel.mesh import Mesh, collective_errors, world_size_from_launcher
 from videoqat.provenance import provenance
@@ -58,6 +59,7 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
 
 def plan_folder(config: GenerateConfig) -> tuple[dict[str, Any], list[Video]]:
     """What `plan` says of many videos, and the videos."""
+    check_weights(config.model)
     check_division(config.parallel, config.model, world_size_from_launcher(), many=True)
     found = videos(config)
     sizes: dict[str, dict[str, Any]] = {}

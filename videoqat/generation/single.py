@@ -18,7 +18,7 @@ from videoqat.files import check_writable, file_stats, writable_folder, write_js
 from videoqat.generation.division import check_division, check_guided, open_division
 from videoqat.generation.engine import Engine, check_recipe, check_sampling, choose_recipe, text_tokens
 from videoqat.generation.images import check_image, read_image
-from videoqat.models.hub import origin
+from videoqat.models.hub import check_weights, origin
 from videoqat.parallel.mesh import collective_errors, world_size_from_launcher
 from videoqat.provenance import provenance
 
@@ -30,6 +30,7 @@ def plan(config: GenerateConfig) -> dict[str, Any]:
         UserError: whatever `generate` would refuse before it loads the model.
     """
     config.validate()
+    check_weights(config.model)
     size = check_sampling(config.model, config.sampling)
     check_division(config.parallel, config.model, world_size_from_launcher(), many=False)
     check_guided(config.parallel, config.model, config.sampling)

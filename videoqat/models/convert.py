@@ -14,9 +14,9 @@ from videoqat.config import ConvertConfig, choice
 from videoqat.console import say
 from videoqat.errors import CheckpointError
 from videoqat.files import atomic_folder, check_writable, writable_folder, write_json
-from videoqat.models.hub import ORIGIN, origin
+from videoqat.models.hub import ORIGIN, check_weights, origin
 from videoqat.models.spec import family_of
-from videoqat.models.weights import check_complete, compare, refuse_integers, shapes_in
+from videoqat.models.weights import compare, refuse_integers, shapes_in
 from videoqat.provenance import provenance
 
 
@@ -33,6 +33,7 @@ def plan(config: ConvertConfig) -> dict[str, Any]:
     own = _is_diffusers(names, transformer)
     if not own:
         _mapping(transformer, config.transformer_file)
+    check_weights(config.model, without=(config.component,))
     return {"out": config.out, "transformer": type(transformer).__name__, "names": "diffusers" if own else "original", "tensors": len(names)}
 
 
@@ -49,7 +50,6 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
 
     planned = plan(config)
     writable_folder("out", Path(config.out).parent)
-    check_complete(config.model, without=(config.component,))
     source, file = Path(config.model), Path(config.transformer_file)
     transformer = family_of(source).build(source, config.component)
     weights: dict[str, Tensor] = load_file(file)

@@ -63,6 +63,16 @@ def resolve(reference: str, *, weights: bool = True) -> str:
     return str(folder)
 
 
+def check_weights(folder: str | Path, *, without: tuple[str, ...] = ()) -> None:
+    """`check_complete`, for plans: a hub's snapshot may lack weights, which are fetched before a command runs.
+
+    Raises:
+        CheckpointError: as there.
+    """
+    if "hub" not in origin(folder):
+        check_complete(folder, without=without)
+
+
 def origin(folder: str | Path) -> dict[str, Any]:
     """Where a model's folder came from: `folder`; for a snapshot in a hub's cache `hub` and `commit`; for a converted one what ORIGIN says."""
     path = Path(folder).absolute()
