@@ -62,6 +62,17 @@ def test_what_can_not_be_trained_is_one_line_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
+def test_blocks_of_queries_that_a_layout_would_cut_are_refused_before_it_is_there(make: Any, tmp_path: Path) -> None:
+    crossed = tmp_path / "crossed.yaml"
+    crossed.write_text("base: sage3\nname: crossed\nattention_kinds: [self, cross]\n")
+    assert trainer.plan(make("run", recipe=str(crossed)))["recipe"] == "crossed"
+    assert trainer.plan(make("run", recipe="sage3", parallel__sp=2, parallel__world_size=2))["recipe"] == "sage3"
+    with pytest.raises(
+        ConfigError, match=r"recipe 'crossed': smooth_q works on blocks of queries, and parallel.sp=2 would cut those of blocks.0.attn2"
+    ):
+        trainer.plan(make("run", recipe=str(crossed), parallel__sp=2, parallel__world_size=2))
+
+
 def test_out_that_can_not_be_written_is_one_line(make: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(UserError, match=r"^out='.*/file/run' can't be written: Not a directory$"):

@@ -198,11 +198,21 @@ def check_sharded(recipe: AttentionRecipe, layers: list[AttentionLayer], ulysses
     for layer in layers:
         if layer.kind != "cross" and layer.num_heads % ulysses.degree:
             raise ConfigError(f"parallel.sp={ulysses.degree} does not divide the {layer.num_heads} heads of {layer.name}")
+    check_cut(recipe, layers, ulysses.degree, component)
+
+
+def check_cut(recipe: AttentionRecipe, layers: list[AttentionLayer], sp: int, component: str = "transformer") -> None:
+    """Requires that `recipe` quantises the same numbers together where `sp` ranks, two or more, have a part of the queries each.
+
+    Raises:
+        ConfigError: it covers cross-attention, and works on blocks of queries there.
+    """
+    for layer in layers:
         if layer.kind == "cross" and recipe.covers(layer.kind, layer.index, component) and (recipe.smooth_q or recipe.qk == "int8"):
             # Queries of cross-attention stay divided. Their own blocks run along head_dim, but these two look at many queries at once.
             how = "smooth_q" if recipe.smooth_q else "qk=int8"
             raise ConfigError(
-                f"recipe {recipe.name!r}: {how} works on blocks of queries, and parallel.sp={ulysses.degree} would cut those of {layer.name}, which "
+                f"recipe {recipe.name!r}: {how} works on blocks of queries, and parallel.sp={sp} would cut those of {layer.name}, which "
                 "is cross-attention, in other places; legal: parallel.sp=1, or attention_kinds without cross"
             )
 

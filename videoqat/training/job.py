@@ -17,7 +17,7 @@ from videoqat.config import LoopConfig, TrainConfig, parse_bucket, require, to_d
 from videoqat.data.dataset import BatchOrder, CachedVideos, check_images
 from videoqat.data.precompute import encoder_fingerprint
 from videoqat.errors import CheckpointError, ConfigError, DataError
-from videoqat.models.install import check_policy
+from videoqat.models.install import check_cut, check_policy
 from videoqat.models.schedules import NoiseSchedule
 from videoqat.models.spec import Geometry, ModelFamily, family_of
 from videoqat.parallel.mesh import Layout, divisors, resolve_layout, world_size_from_launcher
@@ -178,6 +178,8 @@ def check(config: TrainConfig, world_size: int | None = None) -> Job:
         what = f"recipe {recipe.name!r} keeps all of model.component={component!r} in bf16"
         raise ConfigError(f"{what}, and nothing of it would be trained for {recipe.qk}; legal: another component, or recipe=bf16")
     layout = _layout(config, world_size, geometry.num_heads, recipe)
+    if layout.sp > 1:
+        check_cut(recipe, family.attention_layers(family.build(folder, component)), layout.sp, component)
     accumulation = _accumulation(loop, layout)
     receipt = resolve(recipe, device, getattr(torch, loop.compute_dtype), geometry.head_dim, config.runtime.kernel, training=True)
     cache = CachedVideos(config.cache)
