@@ -52,6 +52,7 @@ CASES: list[tuple[str, list[str], str]] = [
     ("convert", ["model={no_vae}", "transformer_file={model}/transformer/diffusion_pytorch_model.safetensors", "out={new}"], "no_vae/vae has no"),
     ("compare", ["entries=[{{name: a, model: '{model}'}}, {{name: b, model: '{model}'}}]", "prompts={prompts}", "out={taken}/x", *SMALL], NO_FOLDER),
     ("compare-attention", ["model={model}", "prompts={prompts}", "out={taken}/x", "sampling.num_inference_steps=2", *SMALL], NO_FOLDER),
+    ("sensitivity", ["model={no_weights}", "cache={cache}", "out={new}"], TORN),
     ("sensitivity", ["model={model}", "cache={cache}", "out={taken}/x"], NO_FOLDER),
     ("serve", ["folder={taken}/x", "devices=[cpu]", "port=0"], NO_FOLDER),
     ("worker", ["folder={taken}/x", ON_CPU], NO_FOLDER),

@@ -34,7 +34,7 @@ from videoqat.evaluation.probe import Choice, Point, Probe, figures, points_of, 
 from videoqat.evaluation.resume import SETTINGS, check_out
 from videoqat.files import atomic_path, check_writable, file_stats, writable_folder, write_json
 from videoqat.generation.engine import choose_recipe
-from videoqat.models.hub import origin
+from videoqat.models.hub import check_weights, origin
 from videoqat.models.install import check_policy
 from videoqat.models.spec import AttentionLayer, family_of
 from videoqat.parallel.mesh import world_size_from_launcher
@@ -96,6 +96,7 @@ class Sensitivity:
         self.config, self.out = config, Path(config.out)
         if world_size_from_launcher() > 1:
             raise ConfigError("sensitivity runs in one process; legal: without torchrun")
+        check_weights(config.model)
         self.recipe, self.warnings = choose_recipe(config.model, config.recipe)
         require(self.recipe.is_quantised, "recipe", self.recipe.name, "a recipe that quantises")
         check_policy(self.recipe, config.model)
