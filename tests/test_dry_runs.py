@@ -145,6 +145,12 @@ def test_a_dry_run_refuses_what_the_run_refuses_before_it_loads(
     assert sorted(root.rglob("*")) == before
 
 
+def test_weights_that_are_replaced_need_not_be_there(places: dict[str, Path], tmp_path: Path) -> None:
+    file = places["model"] / "transformer" / "diffusion_pytorch_model.safetensors"
+    words = ["convert", f"model={places['no_weights']}", f"transformer_file={file}", f"out={tmp_path / 'out'}"]
+    assert [main([*words, *dry]) for dry in (["--dry-run"], [])] == [0, 0]
+
+
 def test_every_command_is_asked() -> None:
     assert {command for command, *_ in CASES} | {"export"} == COMMANDS.keys()  # export: tests/test_training_export.py
 
