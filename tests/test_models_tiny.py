@@ -1,5 +1,7 @@
 """The tiny pipeline is a whole and honest one: same bytes each time, loadable offline, able to draw, to reconstruct and to learn."""
 
+import hashlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ from videoqat.data.moving_garments import caption_of, draw_clip, read_photos
 from videoqat.errors import CheckpointError, UserError
 from videoqat.models.spec import family_of
 from videoqat.models.tiny import build_pipeline, build_tokenizer
-from videoqat.models.tiny_vae import ASSET, Principal, crop, decode_unclamped, load_tiny_vae, psnr_of, read_clips, save, to_video, train
+from videoqat.models.tiny_vae import ASSET, Principal, crop, decode_unclamped, load_tiny_vae, main, psnr_of, read_clips, save, to_video, train
 from videoqat.models.wan import FAMILY
 
 PSNR_FLOOR = 28.0  # dB; the shipped weights reach more (videoqat/models/assets/tiny_vae.md)
@@ -189,6 +191,21 @@ def test_vae_training_goes_on_from_weights_and_saves_what_loads(tmp_path: Path) 
     with torch.no_grad():
         latents = vae.encode(to_video(clips)).latent_dist.mode()
     torch.testing.assert_close(torch.tensor(again.config.latents_mean), latents.mean(dim=(0, 2, 3, 4)), atol=1e-3, rtol=1e-3)
+
+
+def test_shipped_weights_can_be_measured_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clips = garments("held_out", 3)
+    np.save(tmp_path / "clips.npy", clips.numpy())
+    words = ["tiny_vae", f"--clips={tmp_path / 'clips.npy'}", f"--held-out={tmp_path / 'clips.npy'}", f"--out={tmp_path / 'out'}", "--steps=0"]
+    monkeypatch.setattr("sys.argv", words)
+    with pytest.raises(SystemExit):
+        main()  # nothing to measure
+    monkeypatch.setattr("sys.argv", [*words, f"--start={ASSET}"])
+    main()
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["tiny_vae.json"]
+    report = json.loads((tmp_path / "out" / "tiny_vae.json").read_text())
+    assert report["sha256"] == hashlib.sha256(ASSET.read_bytes()).hexdigest()
+    assert (report["steps"], report["psnr_held_out_db"]) == (0, pytest.approx(psnr_of(load_tiny_vae(), clips)))
 
 
 def test_crops_cut_the_same_place_of_each_clip() -> None:

@@ -259,7 +259,7 @@ def save(vae: "AutoencoderKLWan", clips: Tensor, path: Path) -> None:
 
 
 def main() -> None:
-    """Trains, saves and measures; writes tiny_vae.safetensors and tiny_vae.json to --out."""
+    """Trains, saves and measures; writes tiny_vae.safetensors and tiny_vae.json to --out. With --steps 0: measures --start, the .json alone."""
     from diffusers import AutoencoderKLWan
 
     parser = argparse.ArgumentParser(description="Train the tiny video VAE.")
@@ -267,7 +267,7 @@ def main() -> None:
     parser.add_argument("--held-out", required=True, help="likewise, of photos that --clips doesn't show")
     parser.add_argument("--out", required=True, help="folder to write to")
     parser.add_argument("--start", help="a tiny_vae.safetensors to go on from")
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=4000, help="0: only measures --start")
     parser.add_argument("--minutes", type=float, default=60.0, help="stops after this time if --steps isn't reached before")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--frames", type=int, default=17, help="of the pieces cut from the clips, 4n+1; later frames than trained ones drift")
@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--apart", type=float, default=0.4, help="share of the training in which encoder and decoder are taught apart")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.steps < (0 if args.start else 1):
+        parser.error(f"--steps {args.steps} is not legal; legal: 1 or more, or 0 with --start")
     torch.manual_seed(args.seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     out = writable_folder("--out", args.out)
@@ -287,14 +289,15 @@ def main() -> None:
         vae = AutoencoderKLWan(**ARCHITECTURE)
         initialise(vae)
     vae.to(device)
-    began = time.monotonic()
-    steps = train(
-        vae, clips, steps=args.steps, minutes=args.minutes, batch_size=args.batch_size, num_frames=args.frames, size=args.size, lr=args.lr,
-        apart=args.apart, seed=args.seed,
-    )  # fmt: skip
+    path = out / ASSET.name if args.steps else Path(args.start)
+    began, steps = time.monotonic(), 0
+    if args.steps:
+        steps = train(
+            vae, clips, steps=args.steps, minutes=args.minutes, batch_size=args.batch_size, num_frames=args.frames, size=args.size, lr=args.lr,
+            apart=args.apart, seed=args.seed,
+        )  # fmt: skip
+        save(vae, clips[:400], path)
     seconds = time.monotonic() - began
-    path = out / ASSET.name
-    save(vae, clips[:400], path)
     vae = load_tiny_vae(path).to(device)  # what is measured is what ships, rounding included
     report = {
         "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
