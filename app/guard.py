@@ -132,15 +132,19 @@ def tell_errors(app: FastAPI) -> None:
 
 def _explain_type(request: Request) -> str:
     kind = request.headers.get("content-type", "").partition(";")[0].strip()[:60]
-    example = {"choice": "a"} if request.url.path.endswith("/vote") else {"prompt": "a sneaker moves left"}
-    return (
-        f"the body {f'is {kind}' if kind else 'has no Content-Type'}; legal: JSON, with Content-Type: application/json, such as {json.dumps(example)}"
-    )
+    vote = request.url.path.endswith("/vote")
+    example = {"choice": "a"} if vote else {"prompt": "a sneaker moves left"}
+    form = "" if vote else "a form with the header Authorization: Bearer ANYTHING, or "
+    given = f"is {kind}" if kind else "has no Content-Type"
+    return f"the body {given}; legal: {form}JSON, with Content-Type: application/json, such as {json.dumps(example)}"
 
 
 def _explain(problem: dict[str, Any], param: str | None) -> str:
     if problem["type"] == "extra_forbidden":
-        return f"unknown field {param!r}; legal fields: see /docs"
+        if str(param).startswith("input_reference"):  # OpenAI's, which a form also has as input_reference[image_url]
+            return f"{param}: requests have no picture to begin with; legal: a prompt alone (on the command line: videoqat generate image=FILE)"
+        lists = "; lists go in JSON" if str(param).endswith("]") else ""
+        return f"unknown field {param!r}; legal fields: see /docs{lists}"
     given = problem.get("input")
     shown = "" if isinstance(given, dict | list) or given is None else f"={_short(given)}"
     return f"{param or 'the body'}{shown}: {problem['msg']}"

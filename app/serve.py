@@ -26,7 +26,7 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0  # before a worker that ended is star
 
 
 def _need_extra(*more: str) -> None:
-    names = ("fastapi", "huey", "prometheus_client", "sqlalchemy", "uvicorn", *more)
+    names = ("fastapi", "huey", "prometheus_client", "python_multipart", "sqlalchemy", "uvicorn", *more)
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"serving needs {missing[0]}, which is not installed; legal: pip install 'videoqat[serve]'")

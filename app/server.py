@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from app import api, views
 from app.catalogue import Catalogue
 from app.comparisons import Comparisons
+from app.forms import FormOrJson
 from app.guard import Guard, error_response, tell_errors
 from app.jobs import Jobs, QueueFull
 from app.keeper import remove
@@ -39,9 +40,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 NOT_FOUND: dict[int | str, dict[str, Any]] = {404: {"model": api.ErrorResponse, "description": "there is none of that id"}}
 CONFLICT: dict[int | str, dict[str, Any]] = {409: {"model": api.ErrorResponse, "description": "not in the state that it is in"}}
 NEW: dict[int | str, dict[str, Any]] = {
-    400: {"model": api.ErrorResponse, "description": "no JSON"},
+    400: {"model": api.ErrorResponse, "description": "no JSON, or no form"},
     413: {"model": api.ErrorResponse, "description": "the body is too large"},
-    415: {"model": api.ErrorResponse, "description": "a body whose Content-Type isn't JSON's"},
+    415: {"model": api.ErrorResponse, "description": "a body that is no JSON, going by its Content-Type, nor a form that is taken"},
     429: {"model": api.ErrorResponse, "description": "as many videos wait as may wait"},
 }
 MP4: dict[int | str, dict[str, Any]] = {
@@ -152,10 +153,12 @@ def _router() -> APIRouter:
 def _videos(service: Service) -> APIRouter:
     router = _router()
 
-    @router.post("/videos", responses=NEW, tags=["videos"])
     def create_video(request: api.CreateVideo) -> api.Video:
-        """Queues a video, or a comparison, of which this answers with the first video."""
+        """Queues a video, or a comparison, of which this answers with the first video. Takes JSON or, with `Authorization: Bearer`, a form
+        of the same fields (multipart/form-data or application/x-www-form-urlencoded), in which `compare` is true or false."""
         return service.video(service.submit(request))
+
+    router.add_api_route("/videos", create_video, methods=["POST"], responses=NEW, tags=["videos"], route_class_override=FormOrJson)
 
     @router.get("/videos", tags=["videos"])
     def list_videos(limit: Limit = 20, order: Order = "desc", after: Id | None = None, status: api.Status | None = None) -> api.VideoList:

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,13 @@ import httpx
 import pytest
 import schemathesis
 from fastapi.testclient import TestClient
-from helpers.service import SMALL
+from helpers.service import SMALL, service_of
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 
-from app.catalogue import open_catalogue
-from app.comparisons import Comparisons
-from app.jobs import Jobs
 from app.keeper import Keeper
-from app.queue import Queue
 from app.server import Service, create_app
-from app.tables import metadata, open_database, videos
+from app.tables import metadata, videos
 from videoqat.config import LimitsConfig, ServeConfig, ServedModel
 
 LIMITS = LimitsConfig(max_pixels=64 * 64, max_frames=17, max_steps=20, max_prompt_characters=200, max_queued=6, max_body_bytes=4096)
@@ -46,14 +41,6 @@ def base(tiny_pipeline, tmp_path_factory) -> ServeConfig:
     config = ServeConfig(folder=str(folder), models=models, devices=[], limits=LIMITS)
     config.validate()
     return config
-
-
-def service_of(config: ServeConfig, folder: Path) -> Service:
-    config = dataclasses.replace(config, folder=str(folder))
-    (folder / "videos").mkdir()
-    engine = open_database(config.database_url())
-    jobs = Jobs(engine, config.retries, config.lease_s)
-    return Service(config, open_catalogue(config), jobs, Comparisons(engine), Queue(config.queue_url()), threading.Lock())
 
 
 @pytest.fixture(scope="module")
@@ -213,7 +200,9 @@ def test_what_a_page_from_elsewhere_may_send_without_being_asked_for_leave_is_re
         answer = http.post(path, **sent)
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["code"]) == (415, "invalid_request_error", "content_type")
-        assert error["message"].startswith(f"the body {kind}; legal: JSON, with Content-Type: application/json, such as ")
+        assert error["message"].startswith(f"the body {kind}; legal: ")
+        assert ("a form with the header Authorization: Bearer" in error["message"]) == (path == "/v1/videos")
+        assert "JSON, with Content-Type: application/json, such as " in error["message"]
         assert json.loads(error["message"].partition("such as ")[2]) == example
     assert service.jobs.counts() == {}
     assert http.post("/v1/videos", json={"prompt": "a sneaker moves left"}).status_code == 200  # the example itself

@@ -1,6 +1,7 @@
-"""A running service: `videoqat serve` in a process of its own, asked over HTTP; and PostgreSQL and Redis for it, from Debian's packages."""
+"""A running service: `videoqat serve` in a process of its own, asked over HTTP, or in this one; PostgreSQL and Redis, of Debian's packages."""
 
 import contextlib
+import dataclasses
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,14 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+
+from app.catalogue import open_catalogue
+from app.comparisons import Comparisons
+from app.jobs import Jobs
+from app.queue import Queue
+from app.server import Service
+from app.tables import open_database
+from videoqat.config import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_frames": 5, "size": "32x32", "num_inference_steps": 2}
@@ -29,6 +39,15 @@ def wait_for(what: Callable[[], Any], why: str, patience_s: float = PATIENCE_S) 
         assert time.monotonic() < deadline, f"{why}: not within {patience_s:.0f} s"
         time.sleep(0.05)
     return found
+
+
+def service_of(config: ServeConfig, folder: Path) -> Service:
+    """What the API works with, without a server or workers, in `folder`."""
+    config = dataclasses.replace(config, folder=str(folder))
+    (folder / "videos").mkdir()
+    engine = open_database(config.database_url())
+    jobs = Jobs(engine, config.retries, config.lease_s)
+    return Service(config, open_catalogue(config), jobs, Comparisons(engine), Queue(config.queue_url()), threading.Lock())
 
 
 class Running:
