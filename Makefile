@@ -28,7 +28,7 @@ help:
 	@echo "make fmt    format and mend what can be mended"
 	@echo "make kernels  build the CUDA kernels for RTX 50-class GPUs (needs no GPU; fetches NVIDIA's compiler from PyPI where there is none)"
 
-# Waiting threads sleep instead of spinning: where something else runs on the machine, too, that is several times faster, and alone hardly slower.
+# Waiting threads sleep instead of spinning: where something else runs on the machine, too, that is much faster, and alone hardly slower.
 demo: venv
 	@OMP_WAIT_POLICY=passive $(BIN)/videoqat demo
 

@@ -102,21 +102,47 @@ def test_nothing_is_left_for_later():
 # Documents
 
 
+def prose(document: Path) -> str:
+    """A document without its blocks of code, in which neither `#` begins a heading nor brackets are links."""
+    return re.sub(r"^( *)```.*?^\1```$", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+
+
 def heading_anchors(document: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.*)$", document.read_text(), flags=re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """As GitHub makes them: of two equal headings the second gets -1."""
+    headings = re.findall(r"^#+ (.*)$", prose(document), flags=re.MULTILINE)
+    plain = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+    return {f"{anchor}-{count}" if (count := plain[:place].count(anchor)) else anchor for place, anchor in enumerate(plain)}
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document: Path):
+def broken_links(document: Path) -> list[str]:
+    """Relative links and pictures whose file, or heading in it, isn't there."""
+    targets = re.findall(r"\]\(<?([^)>\s]*)[^)]*\)|^\[[^\]]+\]: (\S+)|(?:href|src)=\"([^\"]*)\"", prose(document), flags=re.MULTILINE)
     broken = []
-    for target, _, anchor in re.findall(r"\]\(([^)\s#]*)(#([^)\s]*))?\)", document.read_text()):
-        if target.startswith(("http://", "https://")):
-            continue
-        path = (document.parent / target).resolve() if target else document
-        if not path.exists() or (anchor and anchor not in heading_anchors(path)):
-            broken.append(f"{target}#{anchor}")
-    assert broken == []
+    for target in ("".join(groups) for groups in targets):
+        file, _, anchor = target.partition("#")
+        path = document.parent / file if file else document
+        outside = re.match(r"[a-z]+:", target)
+        if not outside and (not path.exists() or (anchor and anchor not in heading_anchors(path))):
+            broken.append(target)
+    return broken
+
+
+@pytest.mark.parametrize("document", sources(".md"), ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path):
+    assert broken_links(document) == []
+
+
+def test_broken_links_are_seen(tmp_path: Path):
+    (tmp_path / "other.md").write_text("# One\n## Two, *three*\n```sh\n# no heading\n```\n# One\n")
+    page = tmp_path / "page.md"
+    good = '[a](other.md) [b](other.md#two-three) [c](other.md#one-1 "twice") [d](#here) ![e](https://x.y/z.png)'
+    page.write_text(f"# Here\n{good}\n```\n[g](none.md)\n```\n")
+    assert broken_links(page) == []
+    bad = ["none.md", "other.md#no-heading", "other.md#one-2", "#there", "none.png", "none.svg", "none.html"]
+    page.write_text(
+        f'# Here\n[a]({bad[0]}) [b]({bad[1]}) [c]({bad[2]} "twice") [d]({bad[3]}) [![e]({bad[4]})](other.md)\n<img src="{bad[5]}">\n\n[f]: {bad[6]}\n'
+    )
+    assert broken_links(page) == bad
 
 
 def test_the_changelog_knows_this_version():

@@ -1,5 +1,6 @@
 """FLOPs of a sample, held against sums by hand and against what a real forward does; the hardware's peak by its name."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,13 @@ def test_a_published_model_by_hand(size: str, tmp_path: Path) -> None:
     assert cost.training_flops == 3 * cost.linear_flops + 3.5 * cost.attention_flops
     assert cost.parameters == {"1.3b": 1_418_996_800, "14b": 14_288_491_584}[size]
     assert len(cost.blocks) == layers
+    page = (Path(__file__).resolve().parent.parent / "docs" / "parallelism.md").read_text()
+    joined = {"1.3b": "linear {:.1f}, attention {:.1f}, a training sample {:,.1f} TFLOP", "14b": "{:.1f}, {:.1f} and {:,.1f}"}[size]
+    assert joined.format(*(flops / 1e12 for flops in (cost.linear_flops, cost.attention_flops, cost.training_flops))) in page
+    (told,) = re.findall(rf"(\d+) \({size.upper()}\)[^|]* bytes for each token, unit of width and block", page)
+    assert cost.blocks[0].kept_bytes / (tokens * width) == pytest.approx(
+        int(told), rel=0.02
+    )  # torch keeps a little more or less from version to version
 
 
 @pytest.mark.parametrize("family", ["wan", "cogvideox", "hunyuanvideo"])

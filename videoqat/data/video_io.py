@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from videoqat.errors import DataError, UserError
 from videoqat.files import atomic_path
 
-CRF = 14  # x264's constant rate factor: no visible loss, about 40 dB on the embedded set
+CRF = 14  # x264's constant rate factor: no visible loss
 X264_PARAMS = "mbtree=0"  # x264 steers small frames by memory that it never wrote: with it, the same frames give other files now and then
 ENGINES = ("pyav", "ffmpeg")
 

@@ -89,7 +89,7 @@ def _caveats(report: dict[str, Any]) -> list[str]:
         same += f", ST-LPIPS {floor['st_lpips_mean']:.4f}"
     caveats = [
         f"PSNR and SSIM are no verdicts. They say whether sampling took the same path, not which video is better. The floor: {report['reference']} "
-        f"rendered twice is {same}. For scale: over 40 steps, good 8-bit attention gets about 20 dB and SSIM 0.74.",
+        f"rendered twice is {same}. For scale: over many steps even good 8-bit attention leads to another video.",
     ]
     emulated = [entry["name"] for entry in report["entries"] if any(not receipt["native"] for receipt in entry["receipts"])]
     if emulated:

@@ -1,6 +1,6 @@
 """Builds the libraries from the .cu files beside this one: `make kernels`, or `python -m videoqat_kernels.cuda.build`. Needs no GPU.
 
-The compiler is the machine's nvcc or, where there is none, PyPI's, which `fetch_compiler` puts beside the libraries (270 MB; no part of the Python
+The compiler is the machine's nvcc or, where there is none, PyPI's, which `fetch_compiler` puts beside the libraries (large; no part of the Python
 environment, whose torch may want other versions of the same packages). Two libraries come out, of the same sources: `native`, whose product is
 the FP4 tensor core's instruction, and `emulated`.
 """
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--product", choices=list(PRODUCTS), help="native or emulated; both if not given")
     parser.add_argument("--architecture", action="append", help="only this one of the product's architectures, such as 120a; may be repeated")
     parser.add_argument("--nvcc", help="the compiler")
-    parser.add_argument("--fetch-compiler", action="store_true", help="where there is none, or only one that is too old, get PyPI's (270 MB)")
+    parser.add_argument("--fetch-compiler", action="store_true", help="where there is none, or only one that is too old, get PyPI's (hundreds of MB)")
     options = parser.parse_args(arguments)
     if options.architecture and not options.product:
         parser.error("--architecture needs --product")
