@@ -283,7 +283,7 @@ def test_the_readmes_numbers_are_those_of_the_page() -> None:
         name: f"{100 * row['recovered']['mean']:.0f} %" for row in (*main.values(), *options.values()) if row["recovered"] for name in [row["name"]]
     }
     for words in (
-        f"NVFP4 costs that model {100 * main['NVFP4']['relative']['mean']:.1f} % of its loss",
+        f"NVFP4 raises that model's loss by {100 * main['NVFP4']['relative']['mean']:.1f} %",
         f"2,000 steps of Attn-QAT win {won['Attn-QAT 2000']} of that back; searched scales alone win {won['NVFP4 searched']}, "
         f"and both together {won['Attn-QAT searched 2000']}",
         f"searched scales with Q and K rotated and smoothed win {won['NVFP4 searched rotated smoothed']}, "
