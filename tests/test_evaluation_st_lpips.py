@@ -171,11 +171,12 @@ def test_the_evidence_has_a_column_and_says_where_it_is_missing() -> None:
         measured = {} if distance is None else {"st_lpips_mean": distance}
         video = {"fidelity": {"psnr_mean": 20.0, "ssim_mean": 0.5, **measured}, "flicker": 1.0}
         told = {"absent": "its weights are elsewhere"} if distance is None else {"sha256": "b356"}
-        return {"name": name, **evidence_table._videos([{"videos": [video, video], "judged": None, "st_lpips": told}])}
+        videos = evidence_table._videos([{"videos": [video, video], "judged": None, "st_lpips": told}])
+        return {"name": name, **videos, "psnr_above": None, "flicker_above": None}
 
     some = evidence_table._video_table([summary("NVFP4", 0.0125), summary("MXFP4", None)])
-    assert "| NVFP4 | 2 | 20.00 | 0.5000 | 0.0125 |" in some
-    assert "| MXFP4 | 2 | 20.00 | 0.5000 |  |" in some
+    assert "| NVFP4 | 2 | 20.00 |  | 0.5000 | 0.0125 |" in some
+    assert "| MXFP4 | 2 | 20.00 |  | 0.5000 |  |" in some
     assert some.endswith("ST-LPIPS is missing: its weights are elsewhere.")
     none = evidence_table._video_table([summary("MXFP4", None)])
     assert "ST-LPIPS |" not in none
